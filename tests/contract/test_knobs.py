@@ -19,6 +19,7 @@ SERVE = {
     "--max-connections": "16384",
     "--max-connections-per-address": "8192",
     "--max-body-memory": "256Mi",
+    "--memory-limit": "",
     "--trace-endpoint": "",
     "--trace-sampling": "1",
     "--log-level": "info",

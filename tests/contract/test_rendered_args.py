@@ -182,7 +182,7 @@ def test_an_engine_that_computes_one_step_for_ninety_seconds_is_not_killed() -> 
     assert decode.server.no_progress_timeout_s > 90
 
 
-LIMITS = {"api-process", "max-connections", "max-connections-per-address", "max-body-memory"}
+LIMITS = {"api-process", "max-connections", "max-connections-per-address", "max-body-memory", "memory-limit"}
 """Of how a port is served: their defaults hold in a pod; `extraArgs` of engine and router may change them."""
 
 

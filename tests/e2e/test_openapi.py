@@ -96,6 +96,7 @@ def test_the_document_names_what_is_served(service: dict[str, str]) -> None:
     shared |= {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
     assert set(router) == shared | {"/accepting", "/status"}
     internal = {
-        f"/internal/{name}" for name in ("generate", "prefill", "commit", "abort", "adapter", "drained", "kv-events")
+        f"/internal/{name}"
+        for name in ("generate", "prefill", "ticket", "commit", "abort", "adapter", "drained", "kv-events")
     }
     assert set(engine) == shared | internal

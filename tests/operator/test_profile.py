@@ -64,6 +64,19 @@ def pod(**fields: Any) -> dict[str, Any]:
     return {"roles__prefill__podPatch": {"spec": fields}}
 
 
+def apart(kind: str, **term: Any) -> dict[str, Any]:
+    """An affinity about pods on the same node, of one kind, as a must and as a wish."""
+    about = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {}, **term}
+    wish = {"weight": 1, "podAffinityTerm": about}
+    return {
+        kind: {
+            "requiredDuringSchedulingIgnoredDuringExecution": [about],
+            "preferredDuringSchedulingIgnoredDuringExecution": [wish],
+        }
+    }
+
+
+MUST, WISH = "requiredDuringSchedulingIgnoredDuringExecution", "preferredDuringSchedulingIgnoredDuringExecution"
 SECRET = {"secretRef": {"name": "s"}}
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"model__source": {"hostPath": {"path": "/etc"}}}, ["spec.model.source.hostPath.path"]),
@@ -97,6 +110,20 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     (
         {"roles__prefill__placement": {"priorityClassName": "system-node-critical"}},
         ["spec.roles.prefill.placement.priorityClassName"],
+    ),
+    (
+        {"router__placement": {"affinity": apart("podAntiAffinity", namespaceSelector={})}},
+        [
+            f"spec.router.placement.affinity.podAntiAffinity.{WISH}[0].podAffinityTerm.namespaceSelector",
+            f"spec.router.placement.affinity.podAntiAffinity.{MUST}[0].namespaceSelector",
+        ],
+    ),
+    (
+        pod(affinity=apart("podAffinity", namespaces=["default", "other"])),
+        [
+            f"{ENGINE}.affinity.podAffinity.{WISH}[0].podAffinityTerm.namespaces",
+            f"{ENGINE}.affinity.podAffinity.{MUST}[0].namespaces",
+        ],
     ),
     (pod(hostNetwork=True), [f"{ENGINE}.hostNetwork"]),
     (pod(hostPID=True, hostIPC=True), [f"{ENGINE}.hostIPC", f"{ENGINE}.hostPID"]),
@@ -163,6 +190,12 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
 def test_what_reaches_beyond_a_namespace_is_refused_by_its_path(blocks: dict[str, Any], expected: list[str]) -> None:
     assert sorted(paths(changed(**blocks))) == sorted(expected)
     assert paths(changed(**blocks), Profile(restricted=False)) == []
+
+
+@pytest.mark.parametrize("term", [{}, {"namespaces": []}, {"namespaces": ["default"]}, {"namespaceSelector": None}])
+def test_pods_of_the_own_namespace_may_be_kept_apart(term: dict[str, Any]) -> None:
+    affinity = apart("podAntiAffinity", **term)
+    assert paths(changed(router__placement={"affinity": affinity}, **pod(affinity=affinity))) == []
 
 
 def test_everything_is_named_at_once_beside_other_mistakes() -> None:

@@ -166,3 +166,43 @@ def test_a_thread_works_for_one_request_for_a_bounded_time(monkeypatch: pytest.M
         go_on()  # this thread works for nobody
 
     asyncio.run(main())
+
+
+def test_where_one_place_is_left_for_a_while_all_are_given_again_afterwards() -> None:
+    async def main() -> None:
+        narrow, inside, most = True, list[int](), 0
+        turns = Turns(64, "wait", 4, one_by_one=lambda: narrow)
+        gates = [asyncio.Event() for _ in range(9)]
+
+        async def stay(number: int) -> None:
+            nonlocal most
+            async with turns.turn(f"client {number}"):
+                inside.append(number)
+                most = max(most, len(inside))
+                await gates[number].wait()
+                inside.remove(number)
+
+        async def settle() -> None:
+            for _ in range(20):
+                await asyncio.sleep(0)
+
+        tasks = [asyncio.create_task(stay(number)) for number in range(9)]
+        await settle()
+        assert inside == [0]
+        gates[0].set()
+        await settle()
+        assert inside == [1]
+        narrow = False
+        gates[1].set()
+        await settle()
+        assert inside == [2, 3, 4, 5]
+        narrow = True
+        for number in (2, 3, 4):
+            gates[number].set()
+        await settle()
+        assert inside == [5] and most == 4
+        for gate in gates:
+            gate.set()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(main())

@@ -83,6 +83,10 @@ def damaged_store(scenario: Scenario) -> Scenario:
     return replace(store(scenario), transfer=replace(scenario.transfer, damaged=0.2))
 
 
+def early(scenario: Scenario) -> Scenario:
+    return replace(scenario, early=True, disconnect=0.4, disaggregate_above=0)
+
+
 def tight(scenario: Scenario) -> Scenario:
     """Hardly enough blocks: preemption."""
     fits = scenario.max_model_len // scenario.block_size + 3
@@ -427,6 +431,11 @@ def keep_what_windows_passed(p: Patch) -> None:
     p.setattr(SequenceBlocks, "trim", lambda self, seq: [])
 
 
+def keep_blocks_without_ticket(p: Patch) -> None:
+    """A prompt that ends before its ticket tells a transfer that does not know of it, and nobody else."""
+    p.setattr(Handoffs, "awaits_ticket", lambda self, attempt: False)
+
+
 MUTATIONS = [
     Mutation("receiver frees without drain", receiver_frees_without_drain, shape=flaky),
     Mutation("sender frees without drain", sender_frees_without_drain, shape=flaky),
@@ -439,6 +448,7 @@ MUTATIONS = [
     Mutation("forget the sibling's cancel", forget_sibling_cancel, shape=leaving),
     Mutation("release a block twice", double_release),
     Mutation("leak a block on preemption", leak_on_preemption, shape=tight),
+    Mutation("keep the blocks of who ends before its ticket", keep_blocks_without_ticket, shape=early),
     Mutation("ignore request deadlines", ignore_deadlines, shape=lambda s: replace(s, timeouts_s=(0.1, 0.3))),
     Mutation("ignore leg deadlines", ignore_leg_deadlines, shape=flaky),
     Mutation("pair unequal fingerprints", pair_unequal, shape=lambda s: replace(s, odd_fingerprint=True)),

@@ -62,6 +62,19 @@ async def served(app: FastAPI, **settings: Any) -> AsyncIterator[int]:
         await task
 
 
+def parse(answer: bytes) -> list[tuple[int, dict[str, str], bytes]]:
+    """[(status, headers, body)] of whole answers with a Content-Length."""
+    found = list[tuple[int, dict[str, str], bytes]]()
+    while answer:
+        head, _, rest = answer.partition(b"\r\n\r\n")
+        first, *lines = head.decode("latin-1").split("\r\n")
+        headers = {k.lower(): v for k, v in (line.split(": ", 1) for line in lines)}
+        length = int(headers["content-length"])
+        found.append((int(first.split()[1]), headers, rest[:length]))
+        answer = rest[length:]
+    return found
+
+
 @contextmanager
 def looking() -> Iterator[asyncio.Event]:
     """Set once a server on this loop has looked whether a client that sends no more has left."""

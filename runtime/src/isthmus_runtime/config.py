@@ -62,6 +62,8 @@ class ServerConfig:
     max_connections_per_address: int = 8_192
     max_body_memory_bytes: int = 256 << 20
     """Of all request bodies that arrive or wait for their answer to begin."""
+    memory_limit_bytes: int | None = None
+    """Of the process and its engine process; None: of their control group, where it has one."""
     tracing: TracingConfig = field(default_factory=TracingConfig)
 
 

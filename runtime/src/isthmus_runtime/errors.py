@@ -11,6 +11,7 @@ IsthmusError
     ├── Unauthenticated              401: an internal route, and no valid credential of this service
     ├── AccessDenied                 403: the same, and a valid credential of another one
     ├── Overloaded                   429 or 503 with Retry-After
+    │   └── MemoryShort              503: the process nears the limit of its memory
     ├── TransferFailed               502 with stage and attempt
     ├── DeadlineExceeded             504
     ├── Cancelled                    499: the client left or the request was aborted
@@ -168,6 +169,12 @@ class Overloaded(RequestError):
         self.status = status
 
 
+class MemoryShort(Overloaded):
+    """The process nears the limit of its memory. Another one of its kind may have more."""
+
+    code = "memory_short"
+
+
 class TransferFailed(RequestError):
     """KV did not arrive whole. `stage` is the leg state it failed in, `attempt` the attempt id."""
 
@@ -217,7 +224,8 @@ def error_from_json(status: int, body: dict[str, object]) -> RequestError:
     param, stage, attempt = (v if isinstance(v := body.get(k), str) else None for k in ("param", "stage", "attempt"))
     if code == Overloaded.code or status in (429, 503):
         delay = float(retry) if isinstance(retry, (int, float)) else 1.0
-        overloaded = Overloaded(message, status=status if status in (429, 503) else 503, retry_after_s=delay)
+        kind = MemoryShort if code == MemoryShort.code else Overloaded
+        overloaded = kind(message, status=status if status in (429, 503) else 503, retry_after_s=delay)
         overloaded.stage, overloaded.attempt = stage, attempt
         return overloaded
     cls = _BY_CODE.get(str(code)) if code else None

@@ -160,6 +160,26 @@ class RequestMetrics:
         self._failures.inc(str(status), code or "")
 
 
+class MemoryMetrics:
+    """How near a process is to the limit of its memory, and what it refuses for that."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str, *, prefix: str = "isthmus_") -> None:
+        names = _Names(registry, model_name, prefix, vllm_names=False)
+        self.level = names.gauge("memory_level", "0: calm or not watched, 1: large requests are refused, 2: all are.")
+        self.share = names.gauge(
+            "memory_requests_ratio", "Share of the memory left after the start that requests have taken, 0 to 1."
+        )
+        self._refusals = names.counter_by(
+            "memory_refusals",
+            "For want of memory: a large body, a new request, or one that was ended.",
+            ("what",),
+        )
+
+    def refused(self, what: str) -> None:
+        """Count one."""
+        self._refusals.inc(what)
+
+
 class TenantMetrics:
     """What each tenant asks for, by the name in the tenants' file: its keys are in no metric."""
 

@@ -4,15 +4,17 @@
 |---|---|---|
 | GET  /info              | router -> engine  | EngineInfo |
 | POST /internal/generate | router -> decode  | GenerateCall -> reserved line (with an attempt), token lines |
-| POST /internal/prefill  | router -> prefill | PrefillCall -> PrefillAnswer |
+| POST /internal/prefill  | router -> prefill | PrefillCall -> PrefillAnswer, or lines where the ticket is to follow |
+| POST /internal/ticket   | router -> prefill | TicketCall -> {} : of a prompt that was begun without |
 | POST /internal/commit   | router -> decode  | CommitCall -> {} : prefill has sent everything, or has failed |
 | POST /internal/abort    | router -> engine  | AbortCall -> {} : idempotent, unknown ids are ignored |
 | POST /internal/adapter  | router -> engine  | AdapterCall -> {} : load or unload one |
 | GET  /internal/drained  | decode -> prefill | ?attempt= -> DrainAnswer : may a byte of this attempt still move? |
 | GET  /internal/kv-events | router -> engine | KvEvents lines, the first a snapshot, without end |
 
-Closing the connection of a generate or prefill call cancels it. An attempt id is in every message. Peer addresses
-come only from the router in these records, never from a client.
+A prefill call without a ticket is answered in lines: an empty chunk when the ticket may come, the first token unless it
+is the last, and `sent_line` or a chunk with the error. Closing the connection of a generate or prefill call cancels it.
+An attempt id is in every message. Peer addresses come only from the router in these records, never from a client.
 """
 
 from __future__ import annotations
@@ -296,6 +298,8 @@ class EngineInfo(_Reading):
     """What exactly is served, as `checkpoints.provenance.pinned_revision` finds it; empty where that is not known."""
     tokenizer: str = ""
     """Digest of the tokenizer by which it takes prompts as text; empty: it takes ids alone."""
+    begins_early: bool = False
+    """It takes prompts before their tickets (prefill), and commits that tell the first token (decode)."""
 
 
 class ReservedBlocks(_Wire):
@@ -382,6 +386,13 @@ class PrefillCall(_Wire):
 
     request: WireRequest
     attempt: str = Field(min_length=1, pattern=ATTEMPT)
+    ticket: Ticket | None = None
+    """None: a TicketCall brings it, once decode has reserved. For requests that `may_begin_early`."""
+
+
+class TicketCall(_Wire):
+    """What a prompt that was begun without its ticket has been waiting for. Ignored where that has ended."""
+
     ticket: Ticket
 
 
@@ -409,6 +420,9 @@ class CommitCall(_Wire):
     ok: bool
     stage: str = ""
     reason: str = ""
+    first_token: int | None = Field(default=None, ge=0)
+    """The client has it already, from prefill: should the KV not come, decode goes on from it. None: nothing was told,
+    and nothing is written, for engines of an older version."""
 
 
 class AbortCall(_Wire):
@@ -498,6 +512,13 @@ def parse_line(line: bytes) -> Ticket | TokenChunk:
     )
 
 
+def may_begin_early(request: GenerateRequest) -> bool:
+    """Whether a prompt may be computed before decode has reserved, and its first token be told at once: what comes
+    with, or before, the first token is no more than that token."""
+    plain = request.structure is None and request.prompt is None and request.pooling is None
+    return plain and request.sampling.prompt_logprobs < 0
+
+
 def prefill_answer_json(answer: PrefillAnswer) -> bytes:
     """A `PrefillAnswer` as JSON. Routers of an older version refuse a field that they do not know: one is there only
     for who asks for it."""
@@ -516,3 +537,21 @@ def parse_prefill_answer(raw: bytes) -> PrefillAnswer:
     if not isinstance(body, dict):
         raise ValueError(f"the answer is {type(body).__name__}, expected an object")
     return PrefillAnswer.model_validate(body).model_copy(update={"prompt_logprobs": scores})
+
+
+_SENT = b'{"sent":'
+
+
+def sent_line(answer: PrefillAnswer) -> bytes:
+    """The last line of a prompt that was begun without its ticket."""
+    return b"%b%b}\n" % (_SENT, prefill_answer_json(answer))
+
+
+def parse_prefill_line(line: bytes) -> TokenChunk | PrefillAnswer:
+    """Inverse of `sent_line` and, for what comes before it, of `token_line`. Raises ValueError on anything else."""
+    if line.startswith(_SENT):
+        return parse_prefill_answer(line.strip()[len(_SENT) : -1])
+    found = parse_line(line)
+    if isinstance(found, Ticket):
+        raise ValueError("a ticket among a prefill engine's lines")
+    return found

@@ -69,6 +69,7 @@ def build_serve_parser() -> argparse.ArgumentParser:
     p.add_argument("--max-connections", default="16384", help="fewer where RLIMIT_NOFILE has no room for them")
     p.add_argument("--max-connections-per-address", default="8192", help="a gateway in front is one address")
     p.add_argument("--max-body-memory", default="256Mi", help="of all request bodies that are not answered yet")
+    p.add_argument("--memory-limit", default="", help="near which requests are refused; default: the control group's")
     p.add_argument("--trace-endpoint", default="", help="http(s)://host:4318 of an OpenTelemetry collector; none: off")
     p.add_argument("--trace-sampling", default="1", help="share of traces that begin here, above 0 up to 1")
     p.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
@@ -176,6 +177,7 @@ def parse_serve(argv: Sequence[str]) -> EngineConfig | RouterConfig:
         max_connections=read.integer("max_connections", 1),
         max_connections_per_address=read.integer("max_connections_per_address", 1),
         max_body_memory_bytes=read.size("max_body_memory"),
+        memory_limit_bytes=read.size("memory_limit") if args.memory_limit else None,
         tracing=TracingConfig(endpoint=read.endpoint("trace_endpoint"), sampling=read.fraction("trace_sampling")),
     )
     if server.metrics_port and server.metrics_port == server.port:

@@ -23,11 +23,15 @@ _THREADS = min(16, max(2, os.cpu_count() or 1))
 class Tokenising:
     """Of one process. Belongs to one event loop."""
 
-    def __init__(self, tokenise: Callable[[PromptText], Sequence[int]]) -> None:
-        """`tokenise` raises InvalidRequest."""
+    def __init__(
+        self, tokenise: Callable[[PromptText], Sequence[int]], *, one_by_one: Callable[[], bool] = lambda: False
+    ) -> None:
+        """`tokenise` raises InvalidRequest. `one_by_one`: of `Turns`."""
         self._tokenise = tokenise
         self._short = LoopShare()
-        self._threads = ThreadsInTurns(_THREADS, "tokenise", _MOST_WAITING, "prompts wait to be tokenised")
+        self._threads = ThreadsInTurns(
+            _THREADS, "tokenise", _MOST_WAITING, "prompts wait to be tokenised", one_by_one=one_by_one
+        )
 
     async def by_ids(self, request: GenerateRequest) -> GenerateRequest:
         """`request`, whose prompt is text, by ids, with what is left of its time.

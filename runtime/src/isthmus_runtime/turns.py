@@ -25,9 +25,13 @@ _M = TypeVar("_M")
 class Turns:
     """A lock, or a few of them, that nobody gets more of by asking more often. Belongs to one event loop."""
 
-    def __init__(self, most: int, what: str, places: int = 1) -> None:
+    def __init__(
+        self, most: int, what: str, places: int = 1, *, one_by_one: Callable[[], bool] = lambda: False
+    ) -> None:
         """`most`: how many may wait. `what` they wait for, in the refusal of others. `places`: how many have a turn at
-        a time; of several, one client never has all."""
+        a time; of several, one client never has all. `one_by_one`: whether there is one place now, whatever `places`
+        says."""
+        self._one_by_one = one_by_one
         self._most = most
         self._what = what
         self._places = places
@@ -64,8 +68,8 @@ class Turns:
         self._give_on()
 
     def _may(self, who: str) -> bool:
-        most = max(1, self._places - 1)
-        return self._having.total() < self._places and self._having[who] < most
+        places = 1 if self._one_by_one() else self._places
+        return self._having.total() < places and self._having[who] < max(1, places - 1)
 
     async def _wait(self, who: str) -> None:
         self._make_room(who)
@@ -93,6 +97,10 @@ class Turns:
             leaver.set_exception(error)
 
     def _give_on(self) -> None:
+        while self._give_one():  # several where there was one place for a while
+            pass
+
+    def _give_one(self) -> bool:
         for who in [name for name in self._waiting if self._may(name)]:
             queue = self._waiting[who]
             while queue:
@@ -105,8 +113,9 @@ class Turns:
                     del self._waiting[who]
                 self._having[who] += 1
                 future.set_result(None)
-                return
+                return True
             del self._waiting[who]
+        return False
 
     def _forget(self, who: str, future: asyncio.Future[None]) -> None:
         queue = self._waiting.get(who, deque())
@@ -143,9 +152,11 @@ def go_on() -> None:
 class ThreadsInTurns:
     """Threads that work for clients in turn. Belongs to one event loop."""
 
-    def __init__(self, count: int, name: str, most: int, what: str) -> None:
-        """`count` threads, called `name`_N; of `most` and `what` see `Turns`."""
-        self._turns = Turns(most, what, count)
+    def __init__(
+        self, count: int, name: str, most: int, what: str, *, one_by_one: Callable[[], bool] = lambda: False
+    ) -> None:
+        """`count` threads, called `name`_N; of the rest see `Turns`."""
+        self._turns = Turns(most, what, count, one_by_one=one_by_one)
         self._threads = running_pool(count, name)
 
     async def do(self, who: str, make: Callable[[_A], _M], what: _A) -> _M:

@@ -25,7 +25,7 @@ from room import FullDisk
 from schedule import Fault
 
 READY_S = 60.0
-_LARGE = 6
+_LARGE, _CROWD = 6, 50
 _LARGE_BODY = json.dumps({"model": "test", "prompt": "word " * 1_500_000, "max_tokens": 1}).encode()
 _SLOW_DISK, _SLOW_START = 4 << 10, 1 << 20
 """Bytes a second: none to speak of, and some seconds for a tokenizer."""
@@ -196,6 +196,25 @@ class Injector:
         await asyncio.to_thread(member.popen.wait, 10)
         member.start()
         await self.ready(fault.target)
+
+    async def _crowd(self, fault: Fault, event: Event) -> None:
+        """It has to live through it, and to be calm again when they are gone."""
+        popen = self._fleet.member[fault.target].popen
+        await asyncio.gather(*(self._large_body(fault) for _ in range(_CROWD)))
+        end = time.monotonic() + READY_S
+        while await self._memory(fault.target) != "calm":
+            if popen.poll() is not None or time.monotonic() > end:
+                self.problems.append(f"{fault}: its memory is not calm again, status {popen.poll()}")
+                return
+            await asyncio.sleep(0.1)
+
+    async def _memory(self, name: str) -> str:
+        """How near to its limit it says that it is; empty where it says nothing."""
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
+            with suppress(aiohttp.ClientError, OSError, TimeoutError):
+                async with session.get(self._fleet.url(name) + "/health") as answer:
+                    return str((await answer.json())["memory"])
+        return ""
 
     async def _large_body(self, fault: Fault) -> None:
         """Ask for memory: what a process has free already would do for the requests of the load."""

@@ -28,6 +28,8 @@ PORT, METRICS_PORT = 8000, 9003
 _PIPE_BYTES = 4096
 _START_S = 60.0
 _STOP_S = 20.0
+_MEMORY = "300Mi"
+"""Of a member: three times what one has at its start, and less than a crowd of large bodies."""
 
 
 @dataclass
@@ -139,6 +141,7 @@ class Fleet:
         role = name.rstrip("0123456789")
         argv = [*enter, str(BIN / "isthmus-runtime"), "serve", "--role", role, "--host", host, "--port", port]
         argv += ["--model", str(self.model), "--served-model-name", "test", "--drain-timeout", "5s"]
+        argv += ["--memory-limit", _MEMORY]
         if role == "router":
             argv += ["--prefill", self._by_name("prefill") or ",".join(map(self.address, self.prefills))]
             argv += ["--decode", self._by_name("decode") or ",".join(map(self.address, self.decodes))]

@@ -66,6 +66,9 @@ KINDS = (
     Kind("little memory", ("router",), (0.5, 3.0)),
     Kind("little memory", _ENGINES, (0.5, 3.0)),
     Kind("little memory", ("master",), (0.5, 3.0), needs=("store",)),
+    # More bodies than it has memory for, by the limit that it knows of.
+    Kind("crowd", ("router",), (0.5, 1.0)),
+    Kind("crowd", _ENGINES, (0.5, 1.0)),
     Kind("clock jump", ("router",), (1.0, 5.0), needs=("clock",)),
     Kind("clock jump", _ENGINES, (1.0, 5.0), needs=("clock",)),
     Kind("clock jump", ("master",), (1.0, 5.0), needs=("clock", "store")),

@@ -24,6 +24,7 @@ from isthmus_runtime.engine.channel import (
     Frames,
     FromEngine,
     Generate,
+    GiveTicket,
     Gone,
     KvChanges,
     Prefill,
@@ -34,6 +35,7 @@ from isthmus_runtime.engine.channel import (
     Stop,
     Stopped,
     ToEngine,
+    Trim,
     from_engine,
     pack,
     replies,
@@ -76,10 +78,12 @@ TICKET = Ticket(
 TO_ENGINE: list[ToEngine] = [
     Generate(request("r", [1, 2], 3), "a", "", "http://1.2.3.4:5", "e"),
     Prefill(request("r", [2**31 - 1], 3), "a", TICKET),
+    GiveTicket(TICKET),
     Commit(CommitCall(request_id="r", attempt="a", ok=False, stage="s", reason="ä")),
     Abort("r", "a", "why", answer=False),
     AskDrained(7, "a"),
     ChangeAdapter(8, "sql", None, True),
+    Trim(),
     Stop(),
 ]
 FROM_ENGINE: list[FromEngine] = [

@@ -7,18 +7,19 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import cast
 
 import pytest
 from engine_stack import engine, make_loop
-from engine_world import request
+from engine_world import World, request
 from executors import Breaking, Gated
 
 from isthmus_runtime.engine.backend import EngineBackend
-from isthmus_runtime.engine.exchange import Reply
-from isthmus_runtime.engine.sequence import CancelAttempt, Effect, FinishSend
+from isthmus_runtime.engine.exchange import Exchange, Reply
+from isthmus_runtime.engine.sequence import CancelAttempt, Effect, FinishSend, Kind
 from isthmus_runtime.errors import EngineFailed, InvalidRequest, NeverFits
 from isthmus_runtime.executor.fake import FakeExecutor, expected_tokens
-from isthmus_runtime.interfaces.handoff import PromptResult
+from isthmus_runtime.interfaces.handoff import BlockRef, KvHandoff, PromptResult
 from isthmus_runtime.interfaces.steps import StepOutput, StepPlan
 from isthmus_runtime.kv.pool_records import PoolCounts
 from isthmus_runtime.request import FinishReason, TokenChunk
@@ -357,3 +358,34 @@ def test_all_threads_end_within_one_deadline(moves_kv: bool) -> None:
     loop.stop(10.0)
     assert now == 10.0
     assert waits[-1] == (5.0 if moves_kv else 0.0)
+
+
+def test_a_first_token_leaves_before_its_blocks_are_seen_to() -> None:
+    """Those of a long prompt keep the interpreter for longer than the token needs to leave."""
+    order: list[object] = []
+
+    class Handoff:
+        def send_blocks(self, attempt: str, blocks: Sequence[BlockRef], now: float) -> None:
+            order.append("blocks")
+
+        def finish_send(self, attempt: str, result: PromptResult, now: float) -> None:
+            order.append("finish")
+
+    world = World()
+    exchange = Exchange(
+        world.scheduler,
+        cast(KvHandoff, Handoff()),
+        lambda replies: order.append([sid for sid, _ in replies]),
+        lambda timeout_s: order.append("left"),
+    )
+    world.add(request("t", list(range(9)), 4), kind=Kind.SEND, attempt="t")
+    world.scheduler.begin_early("t")
+    seq = world.scheduler.awaits_ticket("t")
+    assert seq is not None
+    exchange.effects += world.scheduler.give_ticket(seq, 0)
+    plan, _ = world.scheduler.schedule(0.0)
+    assert plan is not None
+    exchange.effects += world.scheduler.complete(world.executor.run(plan), 0.0)
+    exchange.effects.append(("other", TokenChunk((1,))))
+    exchange.apply(0.0)
+    assert order == [["t"], "left", "blocks", "blocks", "finish", ["other"]]

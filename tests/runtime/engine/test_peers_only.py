@@ -35,6 +35,7 @@ Role = Literal["prefill", "decode", "unified"]
 ROUTES = [
     ("POST", "/internal/generate"),
     ("POST", "/internal/prefill"),
+    ("POST", "/internal/ticket"),
     ("POST", "/internal/commit"),
     ("POST", "/internal/abort"),
     ("POST", "/internal/adapter"),

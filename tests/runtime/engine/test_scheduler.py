@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from isthmus_runtime.config import SchedulerConfig
 from isthmus_runtime.engine import drafts
 from isthmus_runtime.engine.aging import EVERY
+from isthmus_runtime.engine.completion import TICKET_S
 from isthmus_runtime.engine.drafts import Drafter
 from isthmus_runtime.engine.scheduler import Scheduler
 from isthmus_runtime.engine.sequence import CancelAttempt, FinishSend, Kind, OpenReceive, Phase, SendBlocks
-from isthmus_runtime.errors import DeadlineExceeded, InvalidRequest, NeverFits, Overloaded, TransferFailed
+from isthmus_runtime.errors import DeadlineExceeded, EngineFailed, InvalidRequest, NeverFits, Overloaded, TransferFailed
 from isthmus_runtime.executor.fake import Windows, expected_tokens
 from isthmus_runtime.interfaces.handoff import BlockRef
 from isthmus_runtime.interfaces.steps import Forced, Later
@@ -320,6 +321,131 @@ def test_prefill_then_decode_equals_unified(length: int) -> None:
     d.run()
     expect(d, "t", prompt, 9)
     d.scheduler.check()
+
+
+def begin(world: World, sid: str, prompt: list[int], max_tokens: int = 9) -> None:
+    """A prompt without its ticket."""
+    world.add(request(sid, prompt, max_tokens), kind=Kind.SEND, attempt=sid)
+    world.scheduler.begin_early(sid)
+
+
+def give_ticket(world: World, sid: str, skip: int = 0) -> None:
+    seq = world.scheduler.awaits_ticket(sid)
+    assert seq is not None
+    world.take(world.scheduler.give_ticket(seq, skip))
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2, 30])
+def test_a_prompt_that_began_before_its_ticket_is_sent_as_any_other(turns: int) -> None:
+    """`turns` before the ticket comes: none, some chunks, all."""
+    prompt = [3 * i for i in range(22)]
+    p, d = World(max_batched_tokens=5, depth=1), World()
+    begin(p, "t", prompt)
+    for _ in range(turns):
+        p.turn()
+    assert not [e for e in p.effects if isinstance(e, SendBlocks | FinishSend)]
+    first = expected_tokens(prompt, request("x", [1], 1).sampling, 1)
+    assert p.tokens["t"] == (first if turns == 30 else []), "told when it is known, whether there is a ticket or not"
+    d.add(request("t", prompt, 9), kind=Kind.RECEIVE, attempt="t")
+    d.turn()
+    (job,) = [e for e in d.effects if isinstance(e, OpenReceive)]
+    give_ticket(p, "t")
+    for _ in range(30):
+        p.turn()
+    assert p.tokens["t"] == first
+    sent = tuple(e for e in p.effects if isinstance(e, SendBlocks))
+    (finish,) = [e for e in p.effects if isinstance(e, FinishSend)]
+    assert p.effects.index(finish) > max(p.effects.index(e) for e in sent)
+    move(p, d, sent, job)
+    assert p.scheduler.sent("t") is not None
+    p.scheduler.released("t", True)
+    p.scheduler.check()
+    assert not p.scheduler.has_work and p.scheduler.handoffs.idle()
+    digest = keys_digest([ref.key for ref in in_order(sent)])
+    result = finish.result
+    record = PrefillRecord(attempt="t", num_tokens=22, first_token=result.first_token, key_digest=digest, block_bytes=0)
+    d.take(d.scheduler.received("t", record))
+    d.scheduler.released("t", True)
+    d.run()
+    expect(d, "t", prompt, 9)
+
+
+@pytest.mark.parametrize("computed", [False, True])
+def test_blocks_that_decode_has_are_not_sent_by_who_began_early(computed: bool) -> None:
+    world = World(max_batched_tokens=16 if computed else 4, depth=1)
+    begin(world, "t", list(range(22)))
+    for _ in range(8 if computed else 1):
+        world.turn()
+    give_ticket(world, "t", skip=4)
+    for _ in range(8):
+        world.turn()
+    sent = tuple(e for e in world.effects if isinstance(e, SendBlocks))
+    assert [ref.index for ref in in_order(sent)] == [4, 5]
+    assert sum(isinstance(e, FinishSend) for e in world.effects) == 1
+
+
+@pytest.mark.parametrize("turns", [0, 1, 30])
+@pytest.mark.parametrize("how", ["abort", "all"])
+def test_a_prompt_that_ends_before_its_ticket_leaves_nothing(turns: int, how: str) -> None:
+    """No transfer knows of it that could say that its blocks are free."""
+    world = World(max_batched_tokens=5)
+    begin(world, "t", list(range(22)))
+    for _ in range(turns):
+        world.turn()
+    end = world.scheduler.abort("t", "t", "left") if how == "abort" else world.scheduler.abort_all(EngineFailed("x"))
+    world.take(end)
+    assert not [e for e in world.effects if isinstance(e, CancelAttempt)]
+    assert world.scheduler.awaits_ticket("t") is None
+    world.run()
+    assert len(world.ends["t"]) == 1 and world.scheduler.handoffs.idle()
+    world.scheduler.check()
+
+
+def test_a_prompt_whose_ticket_does_not_come_gives_its_blocks_back() -> None:
+    """Decode may wait for blocks that others hold until prefill has blocks for them."""
+    world = World(num_blocks=8, max_model_len=28)
+    begin(world, "t", list(range(22)))
+    for _ in range(10):
+        world.turn()
+    world.add(request("waits", list(range(50, 72)), 2))
+    for _ in range(50):
+        world.turn()
+    assert not world.ends["t"] and not world.tokens["waits"], "its blocks are kept for a moment"
+    world.now += TICKET_S
+    world.run()
+    error = world.ends["t"][0].error
+    assert isinstance(error, Overloaded) and "has not reserved within 1 s" in error.message
+    expect(world, "waits", list(range(50, 72)), 2)
+
+
+def test_a_first_token_that_is_the_last_is_decode_s_to_tell() -> None:
+    prompt = list(range(9))
+    stop = expected_tokens(prompt, request("x", [1], 1).sampling, 1)
+    world = World()
+    begin(world, "one", prompt, max_tokens=1)
+    world.add(request("stop", prompt, 9, stop_token_ids=tuple(stop)), kind=Kind.SEND, attempt="stop")
+    world.scheduler.begin_early("stop")
+    for _ in range(10):
+        world.turn()
+    assert world.tokens == {"one": [], "stop": []}
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_recompute_goes_on_from_the_token_that_the_client_has(right: bool) -> None:
+    """Prefill told it before its KV was lost; another one would be in the answer twice, or contradict it."""
+    prompt = list(range(10))
+    world = World()
+    world.add(request("t", prompt, 4), kind=Kind.RECEIVE, attempt="t")
+    world.turn()
+    first = expected_tokens(prompt, request("x", [1], 1).sampling, 1)[0] + (not right)
+    world.scheduler.first_told("t", first)
+    world.take(world.scheduler.transfer_failed("t", TransferFailed("x", stage="sending", attempt="t")))
+    world.scheduler.released("t", True)
+    world.run()
+    rest = expected_tokens([*prompt, first], request("x", [1], 1).sampling, 3)
+    assert world.tokens["t"] == [first, *rest]
+    assert world.finish("t") is FinishReason.LENGTH
+    world.scheduler.first_told("t", first)  # late: nobody is harmed
 
 
 def test_blocks_are_sent_while_the_prompt_is_still_computed() -> None:

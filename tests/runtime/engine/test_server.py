@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
 
 import aiohttp
 import pytest
@@ -32,11 +33,15 @@ from isthmus_runtime.protocol import (
     PrefillAnswer,
     PrefillCall,
     Ticket,
+    TicketCall,
     TransferInfo,
     WireRequest,
     parse_line,
+    parse_prefill_line,
+    reserved_line,
+    sent_line,
 )
-from isthmus_runtime.request import FinishReason, TokenChunk
+from isthmus_runtime.request import FinishReason, Structure, TokenChunk
 from isthmus_runtime.serving.app import add_pages, make_app
 from isthmus_runtime.serving.in_flight import InFlight
 
@@ -290,6 +295,49 @@ def test_a_prefill_without_an_attempt_is_refused_by_name() -> None:
             assert status == 400 and json.loads(text)["error"]["param"] == "attempt"
 
     asyncio.run(main())
+
+
+def test_a_prompt_without_its_ticket_is_answered_in_lines() -> None:
+    """This engine moves no KV: that is the last line, for the answer has begun."""
+
+    async def main() -> None:
+        async with served() as (session, _, _):
+            body = PrefillCall(request=WireRequest.of(request("a", [1], 3)), attempt="a-1")
+            status, text = await got(session.post("/internal/prefill", data=body.model_dump_json()))
+            first, last = map(parse_prefill_line, text.encode().splitlines(keepends=True))
+            assert status == 200 and first == TokenChunk()
+            assert isinstance(last, TokenChunk) and last.finish_reason is FinishReason.ERROR
+            assert last.error is not None and "no KV transfer" in last.error.message
+            ticket = TicketCall(ticket=Ticket(mode="memory", attempt="a-1", layout_digest="d"))
+            late = await got(session.post("/internal/ticket", data=ticket.model_dump_json()))
+            assert late == (200, "{}"), "it comes too late, which is no fault of the router's"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("more", [{"structure": Structure("regex", "a")}, {"prompt_logprobs": 0}])
+def test_what_comes_with_more_than_a_token_needs_its_ticket(more: dict[str, object]) -> None:
+    async def main() -> None:
+        async with served() as (session, _, _):
+            wanted = request("a", [1], 3)
+            if "structure" in more:
+                wanted = replace(wanted, **more)
+            else:
+                wanted = replace(wanted, sampling=replace(wanted.sampling, **more))
+            body = PrefillCall(request=WireRequest.of(wanted), attempt="a-1").model_dump_json()
+            status, text = await got(session.post("/internal/prefill", data=body))
+            assert status == 400 and json.loads(text)["error"]["param"] == "ticket"
+
+    asyncio.run(main())
+
+
+def test_prefill_lines_are_read_as_they_were_written() -> None:
+    answer = PrefillAnswer(attempt="a", num_tokens=3, cached_tokens=2, sent_bytes=7, transfer_s=0.5)
+    assert parse_prefill_line(sent_line(answer)) == answer
+    ticket = Ticket(mode="memory", attempt="a", layout_digest="d")
+    for line in (b"", b"{", b'{"sent":1}\n', b'{"sent":{}}\n', reserved_line(ticket)):
+        with pytest.raises((ValueError, KeyError)):
+            parse_prefill_line(line)
 
 
 def test_a_prefill_that_a_drain_ends_is_refused_and_not_cut_off() -> None:

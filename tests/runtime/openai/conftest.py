@@ -151,6 +151,7 @@ def serve(tokenizer):
         tenants=None,
         clock=time.monotonic,
         grammars=None,
+        memory=None,
     ):
         backend = ScriptedBackend(script)
         registry = CollectorRegistry()
@@ -172,9 +173,10 @@ def serve(tokenizer):
             tenant_metrics=None if tenants is None else TenantMetrics(registry, "tiny"),
             clock=clock,
             grammars=grammars,
+            memory=memory,
         )
         add_pages(app)
-        async with served(app, in_flight=in_flight) as port:
+        async with served(app, in_flight=in_flight, memory=memory) as port:
             yield Api(port, backend, in_flight, registry)
 
     return start

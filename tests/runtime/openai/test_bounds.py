@@ -10,6 +10,7 @@ import random
 import threading
 import weakref
 
+import aiohttp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,7 +22,7 @@ from isthmus_runtime.errors import EngineFailed, InvalidRequest, Overloaded
 from isthmus_runtime.openai import tokenizer as tokenizer_module
 from isthmus_runtime.openai import words
 from isthmus_runtime.openai.answer import together
-from isthmus_runtime.openai.bounds import cut, growth, may_cut, token_bound
+from isthmus_runtime.openai.bounds import cut, growth, is_steady, may_cut, token_bound
 from isthmus_runtime.openai.tokenizer import Tokenizer as ModelTokenizer
 from isthmus_runtime.openai.tokenizer import TooManyTokens
 from isthmus_runtime.openai.words import cuts_at_words
@@ -366,6 +367,43 @@ def test_what_has_no_place_to_be_cut_is_bounded_by_what_a_context_is_worth(token
     ):
         with pytest.raises(error):
             tokenizer._check_whole("z" * size, most)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "steady"),
+    [
+        (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{M}]*[\p{Ll}\p{M}]+(?i:'s|'t)?|\p{N}{1,3}|\s*[\r\n]+|\s+(?!\S)|\s+", True),
+        (r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*", True),
+        (r" ?(\p{L}+)+\d| ?\p{L}+|.", False),
+        (r"(?:a|a)*b", False),
+        (r"(a?){20}b", False),
+        (r"\w*\w*+\w*?b", False),
+    ],
+)
+def test_what_may_try_a_text_in_many_ways_is_told_by_its_form(pattern, steady):
+    step = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
+    made = byte_level_bpe(["a b"], step=step)
+    assert is_steady(json.loads(made.to_str())) is steady
+    assert loaded(made).surely_fits("a b", 100, special=False) is steady, "and no engine gets it as text"
+
+
+@pytest.mark.parametrize("steady", [True, False])
+def test_short_texts_are_planned_on_the_loop_where_none_may_take_long(serve, run, tokenizer, monkeypatch, steady):
+    where = []
+    monkeypatch.setattr(tokenizer, "steady", steady)
+    inner = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda *a, **k: where.append(threading.current_thread()) or inner(*a, **k))
+
+    async def main():
+        async with serve(lambda request: [65, 2]) as api, aiohttp.ClientSession() as http:
+            body = {"model": "tiny", "prompt": "some words", "max_tokens": 2}
+            async with http.post(f"{api.url}/v1/completions", json=body) as answer:
+                assert answer.status == 200, await answer.text()
+
+    run(main())
+    assert where and all((one is threading.main_thread()) is steady for one in where)
 
 
 def test_ids_of_prompts_share_their_numbers(tokenizer, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -231,3 +232,18 @@ def test_control_tokens_may_be_longer_than_the_stack_is_deep():
     added = [{"content": text, "special": True} for text in (long + "|>", long + "b|>", "<|a|>", "<|")]
     control = ControlTokens(lambda: "{}", added, "")
     assert control.found_in(f"x {long}b|> y") and control.found_in("<|") and not control.found_in("a" * 6000)
+
+
+def test_a_server_that_has_prepared_makes_no_tokenizer_for_a_conversation(monkeypatch):
+    """For seconds no other thread runs while one of a large vocabulary is made."""
+    made = []
+
+    def from_str(text: str) -> HfTokenizer:
+        made.append(text)
+        return HfTokenizer.from_str(text)
+
+    monkeypatch.setattr("isthmus_runtime.openai.control.HfTokenizer", SimpleNamespace(from_str=from_str))
+    tokenizer, _ = make("json")
+    tokenizer.prepare()
+    assert len(made) == 1
+    assert tokenizer.chat(conversation(["a<|im_end|>b"])).ids and len(made) == 1

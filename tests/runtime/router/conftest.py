@@ -23,11 +23,14 @@ from isthmus_runtime.protocol import (
     GenerateCall,
     KvEvents,
     KvInfo,
+    LoadInfo,
     PrefillAnswer,
     PrefillCall,
     Ticket,
+    TicketCall,
     TransferInfo,
     reserved_line,
+    sent_line,
     token_line,
 )
 from isthmus_runtime.request import FinishReason, GenerateRequest, SamplingParams, TokenChunk
@@ -71,6 +74,11 @@ class FakeEngine:
         self.max_model_len = 4096
         self.adapters = ()
         self.tokenizer = ""
+        self.begins_early = False
+        self.early_script = [tokens(7)]
+        """What prefill says of a prompt that was begun without its ticket, before the answer."""
+        self.kv_usage = 0.0
+        self.tickets = []
         self.frozen = None
         """An event: nothing is answered before it is set."""
         self.probes = 0
@@ -115,7 +123,7 @@ class FakeEngine:
         app.router.add_get("/ready", self._ready)
         if self.kv_changes is not None:
             app.router.add_get("/internal/kv-events", self._kv_events)
-        for name in ("generate", "prefill", "commit", "abort", "adapter"):
+        for name in ("generate", "prefill", "ticket", "commit", "abort", "adapter"):
             app.router.add_post(f"/internal/{name}", getattr(self, f"_{name}"))
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.2)
         await runner.setup()
@@ -152,6 +160,8 @@ class FakeEngine:
             draining=self.draining,
             adapters=adapters,
             tokenizer=self.tokenizer,
+            begins_early=self.begins_early,
+            load=LoadInfo(kv_usage=self.kv_usage),
         )
         return web.Response(text=info.model_dump_json(), content_type="application/json")
 
@@ -209,8 +219,14 @@ class FakeEngine:
         self.prefills.append(call)
         self.started.set()
         self.note()
+        response = None
         try:
-            await self._play(request, None, self.prefill_script)
+            if call.ticket is None:
+                response = web.StreamResponse()
+                await response.prepare(request)
+                await self._play(request, response, [tokens(), *self.early_script])
+                await self.until(lambda e: e.tickets)
+            await self._play(request, response, self.prefill_script)
         except asyncio.CancelledError:
             self.cancelled += 1
             self.note()
@@ -221,7 +237,16 @@ class FakeEngine:
             cached_tokens=self.prefill_hits,
             prompt_logprobs=self.prefill_scores,
         )
+        if response is not None:
+            await response.write(sent_line(answer))
+            await response.write_eof()
+            return response
         return web.Response(text=answer.model_dump_json(exclude_defaults=True), content_type="application/json")
+
+    async def _ticket(self, request):
+        self.tickets.append(TicketCall.model_validate_json(await request.read()).ticket)
+        self.note()
+        return web.json_response({})
 
     async def _commit(self, request):
         call = CommitCall.model_validate_json(await request.read())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +19,7 @@ from isthmus_runtime.router.policy import (
     Rules,
     choose,
     fleet,
+    has_room,
 )
 
 
@@ -114,3 +116,22 @@ def test_a_choice_is_a_record():
     assert choose(Rules(), fleet([], [d]), {}, Facts(prompt_tokens=1, max_tokens=1, turn=0)) == Choice(
         None, d, Reason.NO_PREFILL
     )
+
+
+@pytest.mark.parametrize(
+    ("outstanding", "tokens", "usage", "blocks", "room"),
+    [
+        (0, 75, 0.0, 10, True),
+        (0, 76, 0.0, 10, False),
+        (25, 50, 0.0, 10, True),
+        (26, 50, 0.0, 10, False),
+        (0, 50, 0.25, 10, True),
+        (0, 50, 0.3, 10, False),
+        (25, 50, 0.25, 10, True),  # what this router has there is in the share that is used
+        (0, 1, 0.0, 0, False),  # its size is not known
+    ],
+)
+def test_prefill_begins_early_where_decode_has_room(outstanding, tokens, usage, blocks, room):
+    """Three quarters of its blocks, of 10 tokens each here."""
+    decode = Endpoint("d", "f", block_size=10, blocks=blocks)
+    assert has_room(decode, Load(1, outstanding), tokens, usage=usage) is room

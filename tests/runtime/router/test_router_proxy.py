@@ -20,7 +20,7 @@ from isthmus_runtime.errors import (
     error_from_json,
 )
 from isthmus_runtime.protocol import token_line
-from isthmus_runtime.request import FinishReason, TokenChunk, TokenLogprobs
+from isthmus_runtime.request import FinishReason, Structure, TokenChunk, TokenLogprobs
 from isthmus_runtime.router.attempt import Attempt
 from isthmus_runtime.router.wire import CONNECT_TIMEOUT_S
 
@@ -646,3 +646,234 @@ def test_a_request_leaves_nothing_for_the_garbage_collector(kit, rig, run):
                 gc.enable()
 
     assert run(main()) == []
+
+
+# ------------------------------------------------------------------------------------- prefill beside the reservation
+
+
+def pair_that_begins_early(kit, **more):
+    prefill, decode = kit.Engine("prefill", **more), kit.Engine("decode", **more)
+    prefill.begins_early = decode.begins_early = True
+    return prefill, decode
+
+
+def test_prefill_begins_beside_the_reservation_and_tells_the_first_token(rig, run, kit):
+    """The client has it while decode still waits for the KV; decode's repetition is not passed on."""
+
+    async def main():
+        prefill, decode = pair_that_begins_early(kit)
+        reserve, sent = asyncio.Event(), asyncio.Event()
+        decode.before, prefill.prefill_script, prefill.prefill_hits = [reserve], [sent], 32
+        prefill.early_script = [kit.tokens(7, cached_tokens=32)]
+        async with rig(prefill, decode) as r:
+            chunks, came = [], asyncio.Event()
+
+            def take(chunk):
+                chunks.append(chunk)
+                came.set()
+                return True
+
+            task = asyncio.create_task(r.backend.push(kit.request(), take))
+            await prefill.until(lambda e: e.prefills)
+            assert prefill.prefills[0].ticket is None and not chunks and not prefill.tickets
+            reserve.set()
+            await came.wait()
+            assert ids(chunks) == [7] and chunks[0].cached_tokens == 32 and not decode.commits
+            sent.set()
+            await task
+            check_ended_once(chunks)
+            assert ids(chunks) == [7, 8, 9]
+            attempt = decode.generates[0].attempt
+            assert [t.attempt for t in prefill.tickets] == [attempt]
+            assert [(c.attempt, c.ok, c.first_token) for c in decode.commits] == [(attempt, True, 7)]
+            assert decode.aborts == prefill.aborts == [] and r.idle()
+            assert r.metric('isthmus_router_prompts_total{model_name="m",source="transferred"}') == 1
+
+    run(main())
+
+
+def test_a_first_token_with_its_log_probabilities_comes_once(rig, run, kit):
+    async def main():
+        prefill, decode = pair_that_begins_early(kit)
+        scored = [TokenLogprobs(token, -0.5, ()) for token in (7, 8, 9)]
+        prefill.early_script = [kit.tokens(7, logprobs=(scored[0],))]
+        first = TokenChunk(token_ids=(7, 8), logprobs=tuple(scored[:2]), note="transferred")
+        decode.script = [first, TokenChunk((9,), (scored[2],), FinishReason.STOP)]
+        async with rig(prefill, decode) as r:
+            chunks = await kit.collect(r.backend)
+            assert ids(chunks) == [7, 8, 9]
+            assert [score for chunk in chunks for score in chunk.logprobs] == scored
+
+    run(main())
+
+
+@pytest.mark.parametrize("old", ["prefill", "decode"])
+def test_engines_of_an_older_version_are_asked_one_after_the_other(rig, run, kit, old):
+    async def main():
+        prefill, decode = pair_that_begins_early(kit)
+        (prefill if old == "prefill" else decode).begins_early = False
+        async with rig(prefill, decode) as r:
+            assert ids(await kit.collect(r.backend)) == [7, 8, 9]
+            assert prefill.prefills[0].ticket is not None and not prefill.tickets
+            assert decode.commits[0].first_token is None
+
+    run(main())
+
+
+@pytest.mark.parametrize("why", ["others", "full", "scores", "structure"])
+def test_who_waits_for_decode_s_word_all_the_same(rig, run, kit, why):
+    """Decode has no room as far as the router knows (docs/adr/0006), or more than a token comes with the first."""
+
+    async def main():
+        prefill, decode = pair_that_begins_early(kit)
+        decode.kv_usage = 0.5 if why == "others" else 0.0
+        wanted = kit.request(range(130 if why == "full" else 100))
+        if why == "scores":
+            wanted = replace(wanted, sampling=replace(wanted.sampling, prompt_logprobs=0))
+        if why == "structure":
+            wanted = replace(wanted, structure=Structure(kind="regex", text="a"))
+        async with rig(prefill, decode) as r:
+            assert ids(await kit.collect(r.backend, wanted)) == [7, 8, 9]
+            assert prefill.prefills[0].ticket is not None
+
+    run(main())
+
+
+@pytest.mark.parametrize("how", ["fails", "dies"])
+@pytest.mark.parametrize("told", [False, True])
+def test_prefill_that_fails_after_it_began_early_is_told_to_decode(rig, run, kit, how, told):
+    """With the first token, where the client has it: decode computes the prompt and goes on from there."""
+
+    async def main():
+        prefill, decode = pair_that_begins_early(kit)
+        error = TransferFailed("no bytes", stage="sending", attempt="x")
+        end = kit.DIE if how == "dies" else kit.done(reason=FinishReason.ERROR, error=error)
+        if told:
+            prefill.prefill_script = [end]
+        else:
+            prefill.early_script = [end]
+        async with rig(prefill, decode) as r:
+            chunks = await kit.collect(r.backend)
+            check_ended_once(chunks)
+            assert ids(chunks) == [7, 8, 9]
+            (commit,) = decode.commits
+            assert (commit.ok, commit.first_token) == (False, 7 if told else None)
+            assert r.idle()
+            assert r.metric('isthmus_router_prompts_total{model_name="m",source="recomputed"}') == 1
+
+    run(main())
+
+
+def test_prefill_that_fails_before_decode_reserved_is_not_told_too_soon(rig, run, kit):
+    """Decode would not know what the word is about, and wait for KV until its deadline."""
+
+    async def main():
+        prefill, decode = pair_that_begins_early(kit)
+        reserve = asyncio.Event()
+        decode.before, prefill.early_script = [reserve], [kit.DIE]
+        async with rig(prefill, decode) as r:
+            task = asyncio.create_task(kit.collect(r.backend))
+            await prefill.until(lambda e: e.cancelled)
+            assert not decode.commits
+            reserve.set()
+            assert ids(await task) == [7, 8, 9]
+            assert [commit.ok for commit in decode.commits] == [False]
+
+    run(main())
+
+
+def test_prefill_that_waits_no_longer_for_decode_is_asked_again_with_the_ticket(rig, run, kit):
+    async def main():
+        prefill, decode = pair_that_begins_early(kit)
+        decode.before = [reserve := asyncio.Event()]
+        late = Overloaded("decode has not reserved within 1 s after the prompt was computed")
+        prefill.early_script = [kit.done(reason=FinishReason.ERROR, error=late)]
+        async with rig(prefill, decode) as r:
+            task = asyncio.create_task(kit.collect(r.backend))
+            await prefill.until(lambda e: e.prefills)
+            reserve.set()
+            chunks = await task
+            check_ended_once(chunks)
+            assert ids(chunks) == [7, 8, 9]
+            assert [call.ticket is None for call in prefill.prefills] == [True, False]
+            assert len({call.attempt for call in prefill.prefills}) == 1
+            assert [(c.ok, c.first_token) for c in decode.commits] == [(True, None)] and r.idle()
+
+    run(main())
+
+
+@pytest.mark.parametrize("how", ["refuses", "dies"])
+def test_a_decode_that_does_not_reserve_ends_the_prefill_that_began(rig, run, kit, how):
+    async def main():
+        prefill, decode = pair_that_begins_early(kit)
+        other = kit.Engine("decode")
+        began = asyncio.Event()
+        decode.before = [began, kit.DIE if how == "dies" else Overloaded("full", status=429)]
+        async with rig(prefill, decode, other, policy="round-robin") as r:
+            tasks = [asyncio.create_task(kit.collect(r.backend, kit.request(request_id=f"r{i}"))) for i in range(2)]
+            await prefill.until(lambda e: len(e.prefills) == 2)
+            began.set()
+            for task in tasks:
+                chunks = await task
+                check_ended_once(chunks)
+                assert ids(chunks) == [7, 8, 9]
+            (early,) = [call.attempt for call in prefill.prefills if call.ticket is None]
+            await prefill.until(lambda e: early in [call.attempt for call in e.aborts])
+            assert r.idle()
+
+    run(main())
+
+
+def test_decode_that_dies_after_prefill_told_the_first_token_ends_the_stream(rig, run, kit):
+    async def main():
+        prefill, decode = pair_that_begins_early(kit)
+        decode.script = [kit.DIE]
+        async with rig(prefill, decode) as r:
+            chunks = await kit.collect(r.backend)
+            check_ended_once(chunks)
+            assert ids(chunks) == [7] and chunks[-1].error.stage == "decode" and r.idle()
+
+    run(main())
+
+
+def test_another_first_token_than_the_client_has_is_an_error(rig, run, kit):
+    async def main():
+        prefill, decode = pair_that_begins_early(kit)
+        prefill.early_script = [kit.tokens(6)]
+        async with rig(prefill, decode) as r:
+            chunks = await kit.collect(r.backend)
+            check_ended_once(chunks)
+            assert ids(chunks) == [6] and "has 7 for the first token" in chunks[-1].error.message
+            assert r.idle()
+
+    run(main())
+
+
+@pytest.mark.parametrize("stage", ["before the ticket", "after the first token"])
+def test_a_client_that_leaves_ends_both_legs(rig, run, kit, stage):
+    async def main():
+        prefill, decode = pair_that_begins_early(kit)
+        never = asyncio.Event()
+        decode.before = [never] if stage == "before the ticket" else []
+        prefill.prefill_script = [never]
+        async with rig(prefill, decode) as r:
+            chunks = []
+
+            def take(chunk):
+                chunks.append(chunk)
+                return True
+
+            task = asyncio.create_task(r.backend.push(kit.request(), take))
+            if stage == "before the ticket":
+                await prefill.until(lambda e: e.prefills)
+                await decode.until(lambda e: e.generates)
+            else:
+                await prefill.until(lambda e: e.tickets)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await prefill.until(lambda e: e.cancelled)
+            await decode.until(lambda e: e.cancelled)
+            assert r.idle()
+
+    run(main())

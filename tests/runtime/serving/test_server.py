@@ -18,6 +18,7 @@ from fastapi import Request
 from starlette.responses import PlainTextResponse, Response
 
 from isthmus_runtime.errors import ConfigError, Overloaded, TransferFailed
+from isthmus_runtime.serving import app as serving_app
 from isthmus_runtime.serving.app import add_pages, make_app
 from isthmus_runtime.serving.call import Call, add_call_route
 from isthmus_runtime.serving.in_flight import InFlight
@@ -415,7 +416,7 @@ def test_no_thread_is_made_for_work_beside_the_event_loop():
 
         server = Server(handler)
         url = await server.url()
-        before = set(threading.enumerate())
+        before = set(threading.enumerate())  # pools of other tests stay
         async with aiohttp.ClientSession() as session:
             gets = [session.get(url) for _ in range(40)]
             for answer in await asyncio.gather(*gets):
@@ -457,3 +458,11 @@ def test_one_address_cannot_fill_a_port_of_probes() -> None:
             go.set()
 
     asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_the_thread_that_parses_large_calls_is_there_from_the_start() -> None:
+    """One that is made when memory is short may end before it has begun, and the event loop would wait for it."""
+    serving_app._parser.cache_clear()
+    before = set(threading.enumerate())  # pools of other tests stay
+    make_app("test", bodies=())
+    assert [thread.name for thread in set(threading.enumerate()) - before] == ["calls_0"]

@@ -389,8 +389,10 @@ def test_transports_are_chosen_or_refused_by_name(
             choose_transport(asked, "deny", device=device, rdma_devices=rdma, nvlink=nvlink)
 
 
-def test_auto_may_settle_on_tcp_when_allowed() -> None:
-    chosen = choose_transport("auto", "allow-tcp", device="cuda:0", rdma_devices=[], nvlink=False)
+@pytest.mark.parametrize("nvlink", [False, True])
+def test_auto_may_settle_on_tcp_when_allowed(nvlink: bool) -> None:
+    """Also beside another GPU: the peer may be in another host, which NVLink does not reach."""
+    chosen = choose_transport("auto", "allow-tcp", device="cuda:0", rdma_devices=[], nvlink=nvlink)
     assert chosen == ("tcp", "tcp")
 
 

@@ -21,7 +21,7 @@ from isthmus_runtime.interfaces.transport import KvRegion, Piece, TransferResult
 from isthmus_runtime.protocol import Ticket
 from isthmus_runtime.transfer import native_engine, peer_memory
 from isthmus_runtime.transfer.direct import DirectTransfer
-from isthmus_runtime.transfer.peer_memory import IDLE_S, Offer, PeerMemory, batches, shifted
+from isthmus_runtime.transfer.peer_memory import IDLE_S, Offer, PeerMemory, StillMoving, batches, shifted
 from isthmus_runtime.transfer.transport import DONE, Run
 
 WAIT_S = 20.0
@@ -58,6 +58,7 @@ class Cuda:
     def __init__(self) -> None:
         self.mapped: list[int] = []
         self.failing = False
+        self.stuck = False
         self.read_ms = 0.1
         self._kept: list[Any] = []
 
@@ -89,6 +90,9 @@ class Cuda:
         for one in range(count):
             ctypes.memmove(to[one], source[one], sizes[one])
         return (Error.cudaSuccess,)
+
+    def cudaStreamQuery(self, stream: object) -> tuple[Error]:
+        return (Error.cudaErrorNotReady if self.stuck else Error.cudaSuccess,)
 
     def cudaEventElapsedTime(self, one: object, other: object) -> tuple[Error, float]:
         return Error.cudaSuccess, self.read_ms
@@ -234,6 +238,30 @@ def test_both_sides_have_the_same_transport(sides: tuple[Side, Side]) -> None:
     plain = reserve(decode, (3,)).model_copy(update={"mapping": ""})
     with pytest.raises(ValueError, match="decode does not take KV over NVLink, and this prefill sends it over nvlink"):
         write(prefill, plain, [(5, 3)])
+
+
+def test_a_gpu_that_does_not_end_a_copy_holds_nobody_up(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All peers wait for this thread; and what may still be read or written is not unmapped."""
+    monkeypatch.setattr(peer_memory, "STUCK_S", 0.01)
+    pool = ctypes.create_string_buffer(512 + BLOCKS * BLOCK)
+    base = ctypes.addressof(pool) + 512
+    region = KvRegion(
+        base=base, num_blocks=BLOCKS, block_bytes=BLOCK, block_stride=BLOCK, layout_digest="L", device="cuda:0"
+    )
+    memory = PeerMemory(region, time.monotonic)
+    batch = batches([Run(base, base + BLOCK, BLOCK)])[0]
+    cuda.stuck = True
+    with pytest.raises(ValueError, match="was not read within"):
+        memory.submit(memory.offer, base, batch)
+    assert len(cuda.mapped) == 1
+    cuda.stuck = False
+    memory._refused.clear()
+    assert memory.submit(memory.offer, base, batch).status() == DONE
+    cuda.failing = cuda.stuck = True
+    with pytest.raises(StillMoving):
+        memory.submit(memory.offer, base, batch)
+    monkeypatch.setattr(peer_memory, "IDLE_S", 0.0)
+    assert memory.tidy() and len(cuda.mapped) == 2
 
 
 def test_an_idle_mapping_is_closed(cuda: Cuda) -> None:

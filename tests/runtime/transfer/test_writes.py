@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 import time
 from collections import deque
 from queue import SimpleQueue
@@ -16,7 +17,7 @@ from isthmus_runtime.transfer.native_engine import DONE, POLL_S
 from isthmus_runtime.transfer.peer_memory import Batch
 from isthmus_runtime.transfer.peers import Peer, Peers
 from isthmus_runtime.transfer.pool_jobs import Master, PoolJobs
-from isthmus_runtime.transfer.transport import Run
+from isthmus_runtime.transfer.transport import FAILED, MOVING, Run
 from isthmus_runtime.transfer.writes import BUSY_S, IDLE_POLL_S, SOON_POLL_S, SOON_S, Write, Writes
 
 BLOCKS = [Run(0, 64, 32), Run(128, 192, 32)]
@@ -108,6 +109,8 @@ class Willing:
 
     def expect(self, attempt: str) -> None: ...
 
+    def doubt(self, peer: Peer) -> None: ...
+
     def may_write(self, peer: Peer, attempt: str) -> bool:
         return True
 
@@ -146,7 +149,37 @@ def test_what_one_operation_raises_ends_no_other() -> None:
         assert writes.moving("lost"), "nobody knows what it does"
         assert not writes.moving("last")
     finally:
-        assert writes.close(20)
+        assert not writes.close(20), "and it may still read this process's memory"
+
+
+@pytest.mark.parametrize("end", [DONE, FAILED])
+def test_close_waits_for_what_is_in_flight_and_submits_nothing_more(end: int) -> None:
+    """Its memory is given back after that."""
+
+    class Slow(Engine):
+        submitted = 0
+        status = MOVING
+
+        def transfer_submit_write(self, *_: object) -> int:
+            self.submitted += 1
+            flies.set()
+            return self.submitted
+
+        def transfer_check_status(self, _: int) -> int:
+            return self.status
+
+    flies, engine = threading.Event(), Slow()
+    peers = cast(Peers, Willing())
+    writes = Writes(peers, time.monotonic)
+    writes.start(engine)
+    op = write()
+    op.deadline = time.monotonic() + 60
+    writes.submit(op)
+    assert flies.wait(20)
+    assert not writes.close(0.05)
+    engine.status = end
+    assert writes.close(20)
+    assert engine.submitted == len(BLOCKS), "no record follows"
 
 
 def test_where_the_kernel_cannot_be_asked_bytes_may_be_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:

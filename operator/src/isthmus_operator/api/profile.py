@@ -83,12 +83,16 @@ def refused(spec: Spec, profile: Profile, namespace: str) -> Iterator[Problem]:
             path = f"spec.router.expose.httpRoute.parentRefs[{index}].namespace"
             yield refused_field(path, f"{show(ref.namespace)} is not allowed", allowed, "name a Gateway there")
     for path, container, settings in _pods(spec):
+        template = settings.pod_patch.get("spec")
+        patched = template.get("affinity") if isinstance(template, Mapping) else None
         yield from beyond(allowed_patch(container), settings.pod_patch, f"{path}.podPatch")
         yield from foreign_mounts(settings.pod_patch, f"{path}.podPatch")
         if _replaces_security(settings.pod_patch):
             where = f"{path}.podPatch.spec.securityContext.{DIRECTIVE}"
             need = "with runAsNonRoot: true and seccompProfile: {type: RuntimeDefault} beside it"
             yield refused_field(where, '"replace" is not allowed without them', need, "add them")
+        for where, affinity in ((f"{path}.placement", settings.placement.affinity), (f"{path}.podPatch.spec", patched)):
+            yield from _across_namespaces(affinity, f"{where}.affinity", namespace)
         priority = settings.placement.priority_class_name
         if priority is not None and priority.startswith("system-"):
             where = f"{path}.placement.priorityClassName"
@@ -102,6 +106,22 @@ def _pods(spec: Spec) -> Iterator[tuple[str, str, PodSettings]]:
     yield "spec.router", "router", spec.router
     if spec.store is not None and spec.store.master.managed is not None:
         yield "spec.store.master.managed", "master", spec.store.master.managed
+
+
+def _across_namespaces(value: Any, path: str, namespace: str) -> Iterator[Problem]:
+    """Terms about pods of other namespaces. While a pod with such an anti-affinity runs no pod that it is about gets a
+    place beside it, whoever's it is, and its place may be all nodes there are. Its depth is bounded by `limits`."""
+    if isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            yield from _across_namespaces(inner, f"{path}[{index}]", namespace)
+    if not isinstance(value, Mapping):
+        return
+    for name, inner in value.items():
+        own = inner is None or (name == "namespaces" and inner in ([], [namespace]))
+        if name in ("namespaces", "namespaceSelector") and not own:
+            yield refused_field(f"{path}.{name}", "is not allowed", f"pods of {namespace}, where the service is")
+        else:
+            yield from _across_namespaces(inner, f"{path}.{name}", namespace)
 
 
 def _replaces_security(patch: Mapping[str, Any]) -> bool:

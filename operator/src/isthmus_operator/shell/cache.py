@@ -361,6 +361,7 @@ def _read(body: Mapping[str, Any]) -> Object:
     meta = _marked({key: body["metadata"][key] for key in _META if key in body["metadata"]}, "")
     found: Object = {"apiVersion": body["apiVersion"], "kind": kind, "metadata": meta}
     if kind == SERVICE:
+        meta.pop("ownerReferences", None)  # nobody reads whose it is, and a name in it may have a megabyte
         return found | {"spec": body.get("spec"), "status": status}
     # Of children it moves with every status that their controllers write.
     meta.pop("generation", None)

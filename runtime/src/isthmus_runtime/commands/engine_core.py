@@ -120,10 +120,11 @@ def start_engine(
     *,
     events: deque[BlockEvent] | None,
     started: Callable[[Sequence[RowStart]], None] | None,
+    left: Callable[[float], object] = lambda timeout_s: None,
 ) -> EngineCore:
     """Start the engine's threads. Raises ConfigError where peers or a pool cannot be reached.
 
-    `sink` and `started`: of `EngineLoop`. `events`: where the block pool puts changes of its prefix cache.
+    `sink`, `started` and `left`: of `EngineLoop`. `events`: where the block pool puts changes of its prefix cache.
     """
     kv, caches = loaded.plan, config.kv.prefix_caching and loaded.takes_hits
     draft_model = None if loaded.drafts is None else loaded.drafts.model
@@ -148,6 +149,7 @@ def start_engine(
         started=started,
         adapters=loaded.adapters,
         draft_model=draft_model,
+        left=left,
     )
     adapters = AdapterRegistry(
         loop,
@@ -174,6 +176,7 @@ def start_engine(
         vocab_size=loaded.vocab_size,
         model_revision=pinned_revision(Path(config.model.path)),
         task=loaded.task,
+        host_pool_bytes=kv.num_blocks * kv.bytes_per_block if loaded.executor.kv_region().device == "cpu" else 0,
         rank_sums=loaded.rank_sums,
     )
     loop.start()

@@ -126,7 +126,7 @@ def _run(config: EngineConfig, sock: socket.socket) -> int:
     host = EngineHost(sock, lost=_lost, clock=time.monotonic, traced=bool(config.server.tracing.endpoint))
     host.start()
     events = host.events if config.kv.prefix_caching else None
-    core = start_engine(config, load_executor(config), host.sink, events=events, started=host.started)
+    core = start_engine(config, load_executor(config), host.sink, events=events, started=host.started, left=host.left)
     if config.transfer.mode != "none":
         from ..transfer.sockets import probe_accepted
 

@@ -36,6 +36,8 @@ from ..protocol import AdapterInfo, AdapterListInfo, AdapterProblemInfo, EngineI
 from ..serving.app import add_pages, make_app
 from ..serving.in_flight import InFlight
 from ..serving.limits import limits_of
+from ..serving.memory import MemoryGuard
+from ..serving.memory_use import find_limit
 from ..serving.server import beside, check_port, run_app
 from ..structured.checker import Checker
 from ..transfer.sockets import probe_accepted
@@ -65,6 +67,8 @@ class _Served:
     leave: asyncio.Event | None
     """Set when it is gone, for `run_app` to end; None: it goes with this process."""
     stop: Callable[[], Awaitable[None]]
+    pid: int | None = None
+    """Of the engine's process; None: it is this one."""
 
 
 _Open = Callable[[Streams, KvEventFeed | None, StartTimes | None], AbstractAsyncContextManager[_Served]]
@@ -78,6 +82,8 @@ def serve_engine(config: EngineConfig, process: EngineProcess | None) -> NoRetur
     if config.server.metrics_port:
         check_port(config.server.host, config.server.metrics_port, "--metrics-port")
     tokenizer = Tokenizer.load(config.model.path) if config.role is Role.UNIFIED else None
+    if tokenizer is not None:
+        tokenizer.prepare()
     opened = _here(config, load_executor(config)) if process is None else _apart(config, process)
     try:
         status = uvloop.run(_serve(config, opened, tokenizer, started))
@@ -145,7 +151,7 @@ def _apart(config: EngineConfig, process: EngineProcess) -> _Open:
         watch = asyncio.ensure_future(engine.ended.wait())
         watch.add_done_callback(lambda _: stop.set())
         try:
-            yield _Served(engine=engine, facts=facts, leave=stop, stop=stop_engine)
+            yield _Served(engine=engine, facts=facts, leave=stop, stop=stop_engine, pid=process.pid)
         finally:
             watch.cancel()
             engine.close()
@@ -207,8 +213,10 @@ async def _serve_ports(
             rank_sums=facts.rank_sums,
             model_revision=facts.model_revision,
             tokenizer="" if tokenizer is None else tokenizer.digest,
+            begins_early=True,
         )
 
+    memory = _memory(config, served, meters)
     server = EngineServer(
         backend,
         info,
@@ -220,6 +228,7 @@ async def _serve_ports(
         credentials=credentials,
         tracer=tracer,
         tokenise=None if tokenizer is None else partial(ids_of_passed_on, tokenizer),
+        memory=memory,
     )
     app = make_app(
         f"Isthmus {config.role.value} engine",
@@ -237,6 +246,7 @@ async def _serve_ports(
             metrics=meters.requests,
             grammars=checker,
             tracer=tracer,
+            memory=memory,
             adapters=lambda: {adapter.name: adapter for adapter in engine.status().adapters},
         )
         if config.lora.folder and credentials is None:
@@ -270,6 +280,7 @@ async def _serve_ports(
                 lame_duck_s=_LAME_DUCK_S,
                 in_flight=in_flight,
                 limits=limits_of(config.server),
+                memory=memory,
                 stop=served.leave,
                 before_close=end,
                 on_started=on_started,
@@ -277,6 +288,22 @@ async def _serve_ports(
     finally:
         await checker.close()
         await asyncio.to_thread(tracer.close)
+
+
+def _memory(config: EngineConfig, served: _Served, meters: EngineMeters) -> MemoryGuard:
+    """Watches this process and the one of the engine, which share a limit."""
+    use = find_limit(config.server.memory_limit_bytes, log=log.info)
+    if use is not None and served.pid is not None:
+        use.add(served.pid)
+    reserved = served.facts.host_pool_bytes
+    if config.transfer.mode == "store":
+        reserved += config.transfer.store.segment_bytes
+    if config.lora.max_loras:
+        reserved += config.lora.memory_bytes
+    guard = MemoryGuard(use, reserved=reserved, refused=meters.memory.refused, trim_others=served.engine.trim)
+    meters.memory.level.set_function(lambda: guard.level)
+    meters.memory.share.set_function(lambda: guard.share)
+    return guard
 
 
 def _told(found: AdapterList) -> AdapterListInfo:

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from ..checkpoints.provenance import verify_files
 from ..config import RouterConfig
 from ..credentials import peer_credentials
-from ..metrics import RequestMetrics, TenantMetrics
+from ..metrics import MemoryMetrics, RequestMetrics, TenantMetrics
 from ..openai.adapters import BODIES as ADAPTER_BODIES
 from ..openai.adapters import add_adapter_routes
 from ..openai.app import BODIES, ApiConfig, add_openai_routes, read_api_key
@@ -28,6 +28,8 @@ from ..router.passed_on import OwnTokenizer
 from ..serving.app import add_pages, make_app
 from ..serving.in_flight import InFlight
 from ..serving.limits import limits_of
+from ..serving.memory import MemoryGuard
+from ..serving.memory_use import find_limit
 from ..serving.server import beside, run_app
 from ..structured.checker import Checker
 from ..transfer.sockets import probe_accepted
@@ -46,6 +48,7 @@ def serve_router(config: RouterConfig) -> int:
     """Run one router until SIGTERM. Raises ConfigError when it cannot start."""
     verify_files(Path(config.model.path))
     tokenizer = Tokenizer.load(config.model.path)
+    tokenizer.prepare()
     api_key = read_api_key(config.api_key_file)
     tenants = TenantsFile(config.tenants_file, time.monotonic()) if config.tenants_file else None
     # What is there now stays, and a request leaves hardly a cycle behind: the collector need not look that often.
@@ -58,8 +61,12 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, api_key: str, tenan
     in_flight, registry = InFlight(), CollectorRegistry()
     credentials = peer_credentials(config.server.peer_credentials, config.server.host)
     tracer = open_tracer(config.server.tracing, "router", config.model.served_names[0])
+    watched = MemoryMetrics(registry, config.model.served_names[0], prefix="isthmus_router_")
+    memory = MemoryGuard(find_limit(config.server.memory_limit_bytes, log=log.info), refused=watched.refused)
+    watched.level.set_function(lambda: memory.level)
+    watched.share.set_function(lambda: memory.share)
     own = OwnTokenizer(tokenizer.digest, partial(ids_of_passed_on, tokenizer))
-    router = make_router(config, registry, in_flight, credentials=credentials, tokenizer=own)
+    router = make_router(config, registry, in_flight, credentials=credentials, tokenizer=own, memory=memory)
     metrics = RequestMetrics(registry, config.model.served_names[0], prefix="isthmus_router_")
     app = make_app(
         "Isthmus router",
@@ -85,6 +92,7 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, api_key: str, tenan
         tenant_metrics=None if tenants is None else TenantMetrics(registry, config.model.served_names[0]),
         grammars=grammars,
         tracer=tracer,
+        memory=memory,
         adapters=lambda: router.pool.adapters,
         takes_text=router.backend.takes_text,
     )
@@ -115,6 +123,7 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, api_key: str, tenan
                 lame_duck_s=_LAME_DUCK_S,
                 in_flight=in_flight,
                 limits=limits_of(config.server),
+                memory=memory,
                 on_started=started,
             )
     finally:

@@ -11,7 +11,7 @@ from itertools import chain
 
 from ..errors import InvalidRequest
 from ..interfaces.backend import Backend
-from ..protocol import PrefillAnswer, PrefillCall, Ticket
+from ..protocol import CommitCall, PrefillAnswer, PrefillCall, Ticket, may_begin_early
 from ..request import GENERATES, GenerateRequest, ServedTask, TokenChunk
 from ..tracing.span import current
 from .exchange import Reply
@@ -120,7 +120,20 @@ class EngineBackend(Backend):
     async def prefill(self, call: PrefillCall, client: str = "") -> PrefillAnswer:
         """Compute and send one prompt. Raises the RequestError that ended it; cancellation aborts it. `client`: as
         `GenerateRequest.client`."""
+        async with aclosing(self.prefill_lines(call, client)) as lines:
+            async for line in lines:
+                if isinstance(line, PrefillAnswer):
+                    return line
+        raise AssertionError("a prompt ended without an answer or an error")
+
+    async def prefill_lines(
+        self, call: PrefillCall, client: str = ""
+    ) -> AsyncGenerator[TokenChunk | PrefillAnswer, None]:
+        """The same, closed to abort it. Where the call has no ticket, first an empty chunk, after which `engine.ticket`
+        may be called, then the first token unless it is the last."""
         request = call.request.to_request()
+        if call.ticket is None and not may_begin_early(request):
+            raise InvalidRequest("ticket: a prompt as text, with a structure or with scores needs it", param="ticket")
         if client:
             request = replace(request, client=client)
         self._check(request)
@@ -129,16 +142,23 @@ class EngineBackend(Backend):
         ended = False
         try:
             self.engine.prefill(request, call.attempt, call.ticket)
-            reply = await _next(inbox)
-            ended = True
-            if isinstance(reply, PrefillAnswer):
+            if call.ticket is None:
+                yield TokenChunk()
+            while not ended:
+                reply = await _next(inbox)
+                if isinstance(reply, TokenChunk) and reply.error is None:
+                    yield reply
+                    continue
+                ended = True
+                if isinstance(reply, PrefillAnswer):
+                    if trace is not None:
+                        trace.sent(reply)
+                    yield reply
+                    return
+                assert isinstance(reply, TokenChunk) and reply.error is not None
                 if trace is not None:
-                    trace.sent(reply)
-                return reply
-            assert isinstance(reply, TokenChunk) and reply.error is not None
-            if trace is not None:
-                trace.chunk(reply)
-            raise reply.error
+                    trace.chunk(reply)
+                raise reply.error
         finally:
             self._streams.close(call.attempt)
             if trace is not None:
@@ -146,6 +166,15 @@ class EngineBackend(Backend):
             if not ended:
                 request_id = call.request.request_id
                 self.engine.abort(request_id, call.attempt, "the router closed the prefill call", answer=False)
+
+    def commit(self, call: CommitCall) -> None:
+        """`Engine.commit`. Raises InvalidRequest for a first token that is none of the model's."""
+        if self._vocab_size and call.first_token is not None and call.first_token >= self._vocab_size:
+            raise InvalidRequest(
+                f"first_token: {call.first_token} is not in the model's vocabulary (0 to {self._vocab_size - 1})",
+                param="first_token",
+            )
+        self.engine.commit(call)
 
     def _trace(self, sid: str, request: GenerateRequest) -> RequestTrace | None:
         span = current()

@@ -50,6 +50,12 @@ class Prefill(_Message, frozen=True):
 
     request: GenerateRequest
     attempt: str
+    ticket: Ticket | None
+
+
+class GiveTicket(_Message, frozen=True):
+    """`Engine.ticket`."""
+
     ticket: Ticket
 
 
@@ -84,11 +90,15 @@ class ChangeAdapter(_Message, frozen=True):
     replace: bool
 
 
+class Trim(_Message, frozen=True):
+    """`Engine.trim`."""
+
+
 class Stop(_Message, frozen=True):
     """End all requests and transfers; `Stopped` answers, then the process ends."""
 
 
-ToEngine = Generate | Prefill | Commit | Abort | AskDrained | ChangeAdapter | Stop
+ToEngine = Generate | Prefill | GiveTicket | Commit | Abort | AskDrained | ChangeAdapter | Trim | Stop
 
 
 class Ready(_Message, frozen=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 
 from ..errors import RequestError
@@ -17,6 +18,9 @@ from .sequence import CancelAttempt, Effect, Emit, Kind, Phase, Sequence
 MASKS_EARLY, MASKS_EARLY_MOST = 2, 32
 """A request that missed a draw waits with as many tokens for their masks before it is planned: with twice as many as
 the last time if it misses another soon after, for its grammar is slow then. One that its machine held up is not."""
+TICKET_S = 1.0
+"""A prompt that was computed without a ticket keeps its blocks for so long. Decode had room when the router began it;
+where it has none after all, blocks of both sides would wait for each other."""
 _new = tuple.__new__
 
 
@@ -30,12 +34,15 @@ class Completion:
         handoffs: Handoffs,
         in_flight: StepsInFlight,
         speculation: Speculation,
+        look_again: Callable[[float, str], None],
     ) -> None:
+        """`look_again(when, sid)`: a request has a further deadline."""
         self._queues = queues
         self._blocks = blocks
         self._handoffs = handoffs
         self._in_flight = in_flight
         self._speculation = speculation
+        self._look_again = look_again
 
     def complete(self, output: StepOutput, now: float) -> list[Effect]:
         """Take the result of the oldest step in flight."""
@@ -63,6 +70,8 @@ class Completion:
             if len(tokens) < draws:
                 self._not_drawn(seq, run)
             if seq.kind is sends:
+                if seq.early and tokens and seq.phase is Phase.RUNNING:
+                    effects += self._first_told(seq, tokens, logprobs)
                 if run == seq.run:
                     effects += self._handoffs.blocks_written(seq)
                 if tokens:
@@ -133,9 +142,17 @@ class Completion:
             return []  # preempted meanwhile: the blocks are gone, the prompt is computed again
         effects = self._handoffs.prompt_done(seq, token, logprob)
         seq.prompt_done_s = now
+        if self._handoffs.awaits_ticket(seq.attempt):
+            self._look_again(now + TICKET_S, seq.sid)
         self._queues.leave(seq)
         self._queues.enter(seq, Phase.SENDING)
         return effects
+
+    def _first_told(self, seq: Sequence, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]) -> list[Effect]:
+        """The first token, before anything is done about its KV. One that is the last as well is decode's to tell."""
+        if tokens[0] in seq.stop_token_ids or seq.request.sampling.max_tokens <= 1:
+            return []
+        return [(seq.sid, TokenChunk(tokens, logprobs, cached_tokens=seq.cached_tokens))]
 
     def emit(self, seq: Sequence, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]) -> Emit:
         """Give out the request's newest tokens, the last of which may be its last."""
@@ -156,7 +173,9 @@ class Completion:
         """End a request early, from any phase."""
         error = error.located(seq.phase.value, seq.attempt)
         effects: list[Effect] = []
-        if seq.attempt and self._handoffs.open(seq.attempt):
+        if seq.attempt and self._handoffs.awaits_ticket(seq.attempt):
+            self._handoffs.released(seq.attempt, True)
+        elif seq.attempt and self._handoffs.open(seq.attempt):
             effects.append(CancelAttempt(seq.attempt, error.message))
         self._in_flight.ended_early(seq)
         self.forget(seq)

@@ -19,6 +19,8 @@ from .sequence import CancelAttempt, Effect, Emit, FinishSend, OpenReceive, Send
 log = logging.getLogger(__name__)
 
 Reply = TokenChunk | Ticket | PrefillAnswer
+LEAVE_S = 0.0003
+"""So long a first token's blocks wait for it to leave."""
 Sink = Callable[[Sequence[tuple[str, Reply]]], None]
 
 
@@ -28,10 +30,17 @@ class Exchange:
     effects: of the turn that runs, not yet applied; transfer_failures: by stage
     """
 
-    def __init__(self, scheduler: Scheduler, handoff: KvHandoff | None, sink: Sink) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        handoff: KvHandoff | None,
+        sink: Sink,
+        left: Callable[[float], object] = lambda timeout_s: None,
+    ) -> None:
         self._scheduler = scheduler
         self._handoff = handoff
         self._sink = sink
+        self._left = left
         self.effects: deque[Effect] = deque()
         self._replies: list[tuple[str, Reply]] = []
         """Of effects that were applied, not yet given."""
@@ -43,8 +52,16 @@ class Exchange:
             effect = self.effects.popleft()  # first: one that breaks is not tried again
             if isinstance(effect, tuple):  # an Emit
                 self._replies.append(effect)
-            else:
-                self._move(effect, now)
+                continue
+            if self._replies and isinstance(effect, SendBlocks):
+                # The blocks of a long prompt take longer than all the rest, and the thread by which a first token
+                # leaves needs the interpreter that they would keep: for 5 ms, by Python's rules.
+                self._give()
+                self._left(LEAVE_S)
+            self._move(effect, now)
+        self._give()
+
+    def _give(self) -> None:
         if self._replies:
             replies, self._replies = self._replies, []
             self._sink(replies)

@@ -22,6 +22,10 @@ class _Hold:
     receiving: bool
     ids: list[int] = field(default_factory=list)
     arrived: bool = False
+    kept: list[BlockRef] | None = None
+    """What a sender has computed without a ticket; None: it has one."""
+    result: PromptResult | None = None
+    """Of a prompt that was computed before its ticket came."""
     quarantined: bool = False
     """Released, but bytes may still move: a receiver's blocks are quarantined, a sender's reader leases stay."""
 
@@ -57,10 +61,26 @@ class Handoffs:
         """Whether the attempt holds anything, be it in quarantine."""
         return attempt in self._holds
 
-    def open_send(self, attempt: str) -> None:
-        """A sending leg exists from now on, before it holds any block."""
+    def open_send(self, attempt: str, *, ticket: bool = True) -> None:
+        """A sending leg exists from now on, before it holds any block. Without a ticket: `give_ticket` will bring it,
+        and until then there is no transfer that could be told anything."""
         assert attempt not in self._holds, f"attempt {attempt} opened twice"
-        self._holds[attempt] = _Hold(receiving=False)
+        self._holds[attempt] = _Hold(receiving=False, kept=None if ticket else [])
+
+    def awaits_ticket(self, attempt: str) -> bool:
+        """Whether a sending leg has none yet."""
+        hold = self._holds.get(attempt)
+        return hold is not None and hold.kept is not None
+
+    def give_ticket(self, attempt: str, skip_blocks: int) -> list[Effect]:
+        """What was computed meanwhile may go, from block `skip_blocks` on."""
+        hold = self._holds[attempt]
+        assert hold.kept is not None, f"attempt {attempt} has its ticket"
+        refs, hold.kept = tuple(ref for ref in hold.kept if ref.index >= skip_blocks), None
+        effects: list[Effect] = [SendBlocks(attempt, refs)] if refs else []
+        if hold.result is not None:
+            effects.append(FinishSend(attempt, hold.result))
+        return effects
 
     # ----------------------------------------------------------------------------------------------------- receive
 
@@ -116,7 +136,11 @@ class Handoffs:
         total = -(-seq.prompt_len // self._blocks.block_size)
         effects = self._hand_over(seq, total)
         result = PromptResult(num_tokens=seq.prompt_len, first_token=token, first_logprobs=logprob)
-        effects.append(FinishSend(seq.attempt, result))
+        hold = self._holds.get(seq.attempt)
+        if hold is not None and hold.kept is not None:
+            hold.result = result
+        else:
+            effects.append(FinishSend(seq.attempt, result))
         return effects
 
     def _hand_over(self, seq: Sequence, last: int) -> list[Effect]:
@@ -134,6 +158,9 @@ class Handoffs:
         ids = [ref.block_id for ref in refs]
         self._pool.lease_read(ids)
         hold.ids += ids
+        if hold.kept is not None:
+            hold.kept += refs
+            return []
         return [SendBlocks(seq.attempt, tuple(refs))]
 
     # -------------------------------------------------------------------------------------------------- both sides

@@ -18,6 +18,7 @@ import msgspec
 from ..errors import EngineFailed, RequestError
 from ..interfaces.steps import RowStart
 from ..kv.prefix import BlockStored
+from ..serving.memory import give_back
 from ..threads import running_pool, send
 from .channel import (
     Abort,
@@ -30,6 +31,7 @@ from .channel import (
     Frames,
     FromEngine,
     Generate,
+    GiveTicket,
     Gone,
     KvChanges,
     Prefill,
@@ -39,6 +41,7 @@ from .channel import (
     Stop,
     Stopped,
     ToEngine,
+    Trim,
     pack,
     replies,
     reply_frames,
@@ -105,6 +108,12 @@ class EngineHost:
     def sink(self, found: Sequence[tuple[str, Reply]]) -> None:
         """Of `EngineLoop`; any thread."""
         self._out.put(found)
+
+    def left(self, timeout_s: float) -> None:
+        """Of `EngineLoop`: returns when what the sink was given is being sent, or the time has passed."""
+        taken = threading.Event()
+        self._out.put(taken.set)
+        taken.wait(timeout_s)
 
     def _rows_started(self, rows: Sequence[RowStart]) -> None:
         self._out.put(Started([row.request_id for row in rows], self._clock()))
@@ -183,6 +192,8 @@ class EngineHost:
                 engine.generate(request, attempt=attempt, local_attempt=local, peer_url=url, peer_epoch=epoch)
             case Prefill(request=request, attempt=attempt, ticket=ticket):
                 engine.prefill(request, attempt, ticket)
+            case GiveTicket(ticket=ticket):
+                engine.ticket(ticket)
             case Commit(call=call):
                 engine.commit(call)
             case Abort(request_id=request_id, attempt=attempt, reason=reason, answer=answer):
@@ -195,6 +206,8 @@ class EngineHost:
             case ChangeAdapter():
                 # It reads files: whoever sends commands meanwhile does not wait for them.
                 send(self._changer, self._change_adapter, engine, message)
+            case Trim():
+                send(self._changer, give_back)
             case Stop():
                 self.stop.set()
 

@@ -91,9 +91,13 @@ class LocalEngine(Engine):
 
         self._compiled(request, attempt or local_attempt, run)
 
-    def prefill(self, request: GenerateRequest, attempt: str, ticket: Ticket) -> None:
+    def prefill(self, request: GenerateRequest, attempt: str, ticket: Ticket | None) -> None:
         """Of `Engine`."""
         self._compiled(request, attempt, lambda constraint: self.loop.prefill(request, attempt, ticket, constraint))
+
+    def ticket(self, ticket: Ticket) -> None:
+        """Of `Engine`."""
+        self.loop.ticket(ticket)
 
     def commit(self, call: CommitCall) -> None:
         """Of `Engine`."""
@@ -121,6 +125,9 @@ class LocalEngine(Engine):
     async def change_adapter(self, name: str, path: str | None, *, replace: bool = False) -> None:
         """Of `Engine`."""
         await asyncio.to_thread(self.adapters.change, name, path, replace=replace)
+
+    def trim(self) -> None:
+        """Of `Engine`: whoever asks does so for this process."""
 
     def status(self) -> EngineStatus:
         """Of `Engine`."""

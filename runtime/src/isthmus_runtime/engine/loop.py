@@ -77,10 +77,12 @@ class EngineLoop:
         started: Callable[[Sequence[RowStart]], None] | None = None,
         adapters: AdapterHolder | None = None,
         draft_model: DraftModel | None = None,
+        left: Callable[[float], object] = lambda timeout_s: None,
     ) -> None:
         """`sink` receives batches of (scheduler id, reply) on the engine thread and must not block; nor must `started`,
         which is told there of the rows that begin with a step.
 
+        `left(timeout_s)` returns when what the sink was given has left this process, or the time has passed.
         `draft_model`: the scheduler's, started and stopped with the loop.
         `step_timeout_s`: a step that has not ended for so long never will; every request is told. `adapters`: the
         executor's, where it has any.
@@ -94,7 +96,7 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[Callable[[float], list[Effect]] | None] = queue.SimpleQueue()
         self._in_flight: deque[tuple[StepPlan, Future[StepOutput]]] = deque()
         self._handoff = None if handoff is None else handoff(self._on_handoff)
-        self.exchange = Exchange(scheduler, self._handoff, sink)
+        self.exchange = Exchange(scheduler, self._handoff, sink, left)
         self._masks = MaskThread(lambda: self._inbox.put(_look_again))
         self._draft_model = draft_model
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -150,16 +152,20 @@ class EngineLoop:
         self._add(name or request.request_id, name, command)
 
     def prefill(
-        self, request: GenerateRequest, attempt: str, ticket: Ticket, constraint: Constraint | None = None
+        self, request: GenerateRequest, attempt: str, ticket: Ticket | None, constraint: Constraint | None = None
     ) -> None:
-        """Compute a prompt and send its KV as the ticket says; the reply is a PrefillAnswer or an ending chunk."""
+        """Compute a prompt and send its KV as the ticket says; the reply is a PrefillAnswer or an ending chunk. Without
+        a ticket the first token comes before, unless it is the last; and `ticket` has to follow."""
         beside = self._beside(constraint)
 
         def command(now: float) -> list[Effect]:
             handoff = self._check_moves_kv()
             self._check_masks(beside)
-            skip = ticket.skip_blocks
+            skip = 0 if ticket is None else ticket.skip_blocks
             self.scheduler.add(request, now, kind=Kind.SEND, attempt=attempt, skip_blocks=skip, masks=beside)
+            if ticket is None:
+                self.scheduler.begin_early(attempt)
+                return []
             self.scheduler.handoffs.open_send(attempt)
             job = SendJob(
                 request_id=request.request_id, attempt=attempt, ticket=ticket, deadline_s=now + request.timeout_s
@@ -169,10 +175,28 @@ class EngineLoop:
 
         self._add(attempt, attempt, command)
 
+    def ticket(self, ticket: Ticket) -> None:
+        """Decode has reserved for a prompt that was begun without its ticket. Ignored where that has ended."""
+
+        def command(now: float) -> list[Effect]:
+            seq = self.scheduler.awaits_ticket(ticket.attempt)
+            if seq is None:
+                return []
+            job = SendJob(
+                request_id=seq.request.request_id, attempt=seq.attempt, ticket=ticket, deadline_s=seq.deadline_s
+            )
+            effects = self.scheduler.give_ticket(seq, ticket.skip_blocks)
+            self._check_moves_kv().open_send(job, now)
+            return effects
+
+        self._inbox.put(command)
+
     def commit(self, call: CommitCall) -> None:
         """The router's word about the prefill leg of an attempt that is received here."""
 
         def command(now: float) -> list[Effect]:
+            if call.first_token is not None:
+                self.scheduler.first_told(call.attempt, call.first_token)
             if self._handoff is not None:
                 self._handoff.commit(call, now)
             if not call.ok and not self.scheduler.handoffs.open(call.attempt):

@@ -26,6 +26,7 @@ from .channel import (
     Frames,
     FromEngine,
     Generate,
+    GiveTicket,
     Gone,
     KvChanges,
     Prefill,
@@ -36,6 +37,7 @@ from .channel import (
     Stop,
     Stopped,
     ToEngine,
+    Trim,
     from_engine,
     pack,
 )
@@ -116,9 +118,13 @@ class RemoteEngine(Engine):
         command = Generate(request, attempt, local_attempt, peer_url, peer_epoch)
         self._request(command, attempt or local_attempt or request.request_id)
 
-    def prefill(self, request: GenerateRequest, attempt: str, ticket: Ticket) -> None:
+    def prefill(self, request: GenerateRequest, attempt: str, ticket: Ticket | None) -> None:
         """Of `Engine`."""
         self._request(Prefill(request, attempt, ticket), attempt)
+
+    def ticket(self, ticket: Ticket) -> None:
+        """Of `Engine`."""
+        self._send(GiveTicket(ticket))
 
     def commit(self, call: CommitCall) -> None:
         """Of `Engine`."""
@@ -167,6 +173,10 @@ class RemoteEngine(Engine):
             del self._changing[number]
         if error is not None:
             raise error
+
+    def trim(self) -> None:
+        """Of `Engine`."""
+        self._send(Trim())
 
     def status(self) -> EngineStatus:
         """Of `Engine`: what the engine last told, and whether that is long ago."""

@@ -30,7 +30,7 @@ from ..request import FinishReason, GenerateRequest, TokenLogprobs
 from .adapters import AdapterSlots
 from .admission import Admission
 from .blocks import SequenceBlocks
-from .completion import Completion
+from .completion import TICKET_S, Completion
 from .draft_model import DraftModel
 from .drafts import FIRST_FORCED, HOLD_SHARE, Speculation
 from .handoffs import Handoffs
@@ -78,12 +78,14 @@ class Scheduler:
         self._preemption = Preemption(self.queues, self.blocks, self.handoffs, self.steps)
         self._admission = Admission(self.queues, self.blocks, self.handoffs, self._preemption, self.pace)
         self._speculation = Speculation(config.speculative_tokens, self.pace.times, draft_model)
-        self._completion = Completion(self.queues, self.blocks, self.handoffs, self.steps, self._speculation)
+        self._timers: list[tuple[float, str]] = []
+        self._completion = Completion(
+            self.queues, self.blocks, self.handoffs, self.steps, self._speculation, self._look_again
+        )
         self._recompute = recompute
         self._late_masks = late_masks
         self._may_hold = config.speculative_tokens > 0
         """Whether there may have been a request that waits for its newest token."""
-        self._timers: list[tuple[float, str]] = []
         self._recomputes = self._unknown = 0
 
     # ------------------------------------------------------------------------------------------------------ intake
@@ -130,9 +132,12 @@ class Scheduler:
             self.adapters.arrived(request.adapter)
         self.queues.live[sid] = seq
         self.queues.enter(seq, Phase.WAITING)
-        heapq.heappush(self._timers, (seq.queue_deadline_s, sid))
-        heapq.heappush(self._timers, (seq.deadline_s, sid))
+        self._look_again(seq.queue_deadline_s, sid)
+        self._look_again(seq.deadline_s, sid)
         return sid
+
+    def _look_again(self, when: float, sid: str) -> None:
+        heapq.heappush(self._timers, (when, sid))
 
     def abort(self, request_id: str, attempt: str, reason: str) -> list[Effect]:
         """End an attempt, or with an empty `attempt` the request, in any phase.
@@ -178,6 +183,10 @@ class Scheduler:
                 error = f"request ran past its timeout of {seq.request.timeout_s:g} s while {seq.phase.value}"
             elif not seq.started and seq.phase is Phase.WAITING and now >= seq.queue_deadline_s:
                 error = f"request waited {now - seq.arrival_s:.1f} s for KV blocks or a batch row; retry later"
+            elif seq.phase is Phase.SENDING and now >= seq.prompt_done_s + TICKET_S and self.awaits_ticket(sid):
+                error = f"decode has not reserved within {TICKET_S:g} s after the prompt was computed"
+                effects += self._completion.end(seq, FinishReason.ERROR, Overloaded(error))
+                continue
             else:
                 continue
             effects += self._completion.end(seq, FinishReason.ERROR, DeadlineExceeded(error))
@@ -361,8 +370,31 @@ class Scheduler:
         self._recomputes += 1
         seq.kind, seq.note, seq.started = Kind.LOCAL, "recomputed", True
         seq.want_scores()
+        if seq.told is not None:
+            seq.tokens.append(seq.told)
         self.queues.enter(seq, Phase.WAITING)
-        return []
+        return [] if seq.told is None else [self._completion.emit(seq, (seq.told,), ())]
+
+    def first_told(self, attempt: str, token: int) -> None:
+        """The client has the first token of an attempt that is received: it stays, whatever becomes of the KV."""
+        seq = self.queues.live.get(attempt)
+        if seq is not None and seq.receives and seq.request.sampling.prompt_logprobs < 0:
+            seq.told = token
+
+    def awaits_ticket(self, attempt: str) -> Sequence | None:
+        """The request that was begun without its ticket; None: it has it, or has ended."""
+        seq = self.queues.live.get(attempt)
+        return seq if seq is not None and self.handoffs.awaits_ticket(attempt) else None
+
+    def begin_early(self, attempt: str) -> None:
+        """The request that was just added has no ticket yet."""
+        self.queues.live[attempt].early = True
+        self.handoffs.open_send(attempt, ticket=False)
+
+    def give_ticket(self, seq: Sequence, skip_blocks: int) -> list[Effect]:
+        """Decode has reserved: what is computed may go, but for the `skip_blocks` that it has."""
+        seq.skip_blocks = skip_blocks
+        return self.handoffs.give_ticket(seq.attempt, skip_blocks)
 
     def refuse_receive(self, attempt: str, error: RequestError) -> list[Effect]:
         """The transfer could not open the leg that was just reserved: nobody writes, the request ends."""

@@ -65,6 +65,8 @@ class EngineFacts:
     model_revision: str
     """What exactly is served; empty where that is not known."""
     task: ServedTask = GENERATES
+    host_pool_bytes: int = 0
+    """Of the KV pool, where that is in the host's memory: taken by and by."""
     rank_sums: str = ""
     """How the ranks of the engine sum; empty: there is one."""
 
@@ -89,8 +91,15 @@ class Engine(Protocol):
     ) -> None:
         """Run a request; with an attempt, its KV comes from a peer. A refusal arrives as the last chunk."""
 
-    def prefill(self, request: GenerateRequest, attempt: str, ticket: Ticket) -> None:
-        """Compute a prompt and send its KV as the ticket says; the reply is a PrefillAnswer or an ending chunk."""
+    def prefill(self, request: GenerateRequest, attempt: str, ticket: Ticket | None) -> None:
+        """Compute a prompt and send its KV as the ticket says; the reply is a PrefillAnswer or an ending chunk.
+
+        Without a ticket, for requests that `may_begin_early`: the first token comes before, unless it is the last, and
+        `ticket` has to follow.
+        """
+
+    def ticket(self, ticket: Ticket) -> None:
+        """Of a prompt that was begun without; ignored where that has ended."""
 
     def commit(self, call: CommitCall) -> None:
         """The router's word about the prefill leg of an attempt that is received here."""
@@ -109,6 +118,9 @@ class Engine(Protocol):
 
         Raises InvalidRequest, which says what is wrong with it, and EngineFailed where the engine does not answer.
         """
+
+    def trim(self) -> None:
+        """Where it has a process of its own, that gives memory that is free back to the kernel."""
 
     def status(self) -> EngineStatus:
         """As of now, or of a moment ago."""

@@ -112,6 +112,10 @@ class Sequence:
     note: str = "local"
     started: bool = False
     prompt_done_s: float = 0.0
+    early: bool = False
+    """SEND: begun without decode's ticket; its first token is told as soon as it is known."""
+    told: int | None = None
+    """RECEIVE: its first token, which the client has from prefill."""
     scores: list[TokenLogprobs] | None = None
     """Log-probabilities of the prompt's tokens from the second on, as far as they are known; None: nobody waits for
     them. They survive a preemption."""

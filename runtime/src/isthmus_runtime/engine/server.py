@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
@@ -15,7 +16,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from ..credentials import Credentials
 from ..errors import InvalidRequest, RequestError
-from ..metrics import CONTENT_TYPE, EngineMetrics, RequestMetrics, Scrapes, TransferMetrics
+from ..metrics import CONTENT_TYPE, EngineMetrics, MemoryMetrics, RequestMetrics, Scrapes, TransferMetrics
 from ..protocol import (
     CLIENT_HEADER,
     MOST_OF_A_CLIENT,
@@ -28,14 +29,17 @@ from ..protocol import (
     PrefillAnswer,
     PrefillCall,
     Ticket,
+    TicketCall,
     prefill_answer_json,
     reserved_line,
+    sent_line,
     token_line,
 )
 from ..request import FinishReason, GenerateRequest, PromptText, TokenChunk
 from ..serving.app import errors, json_body, model_response, read_model
 from ..serving.call import Call, add_call_route
 from ..serving.in_flight import InFlight
+from ..serving.memory import MemoryGuard
 from ..tokenising import Tokenising
 from ..tracing.span import NO_TRACER, Tracer, within
 from .backend import EngineBackend
@@ -44,15 +48,16 @@ from .long_reply import has_many_scores
 
 log = logging.getLogger(__name__)
 
-BODIES = (GenerateCall, PrefillCall, CommitCall, AbortCall, AdapterCall)
+BODIES = (GenerateCall, PrefillCall, TicketCall, CommitCall, AbortCall, AdapterCall)
 """What `make_app` has to know for the document."""
 _NDJSON = {"content-type": "application/x-ndjson"}
 
 
 class Health(BaseModel):
-    """`ok`, or why this process should be restarted."""
+    """`ok`, or why this process should be restarted; and how near it is to the limit of its memory."""
 
     status: str
+    memory: str
 
 
 class Readiness(BaseModel):
@@ -75,6 +80,7 @@ class EngineMeters:
     engine: EngineMetrics = field(init=False)
     requests: RequestMetrics = field(init=False)
     transfer: TransferMetrics = field(init=False)
+    memory: MemoryMetrics = field(init=False)
     _seen: dict[str, int] = field(default_factory=dict)
 
     def grown(self, name: str, total: int) -> int:
@@ -86,6 +92,7 @@ class EngineMeters:
         self.engine = EngineMetrics(self.registry, self.model)
         self.requests = RequestMetrics(self.registry, self.model)
         self.transfer = TransferMetrics(self.registry, self.model)
+        self.memory = MemoryMetrics(self.registry, self.model)
 
 
 class EngineServer:
@@ -104,10 +111,12 @@ class EngineServer:
         credentials: Credentials | None = None,
         tracer: Tracer = NO_TRACER,
         tokenise: Callable[[PromptText], Sequence[int]] | None = None,
+        memory: MemoryGuard | None = None,
     ) -> None:
         """`kv_events` None: there is no prefix cache, so the route is not added. `credentials`: without usable ones it
         is not ready. `tokenise` raises InvalidRequest; None: prompts come as ids alone."""
-        self._tokenising = None if tokenise is None else Tokenising(tokenise)
+        guard = self._memory = MemoryGuard() if memory is None else memory
+        self._tokenising = None if tokenise is None else Tokenising(tokenise, one_by_one=lambda: guard.tight)
         self._credentials = credentials
         self._tracer = tracer
         self._backend = backend
@@ -144,8 +153,17 @@ class EngineServer:
             openapi_extra=json_body(GenerateCall),
             responses={**errors(404, 429, 499, 502, 504), **ndjson},
         )
+        add_call_route(
+            app,
+            "/internal/prefill",
+            self.prefill,
+            "POST",
+            tags=["internal"],
+            openapi_extra=json_body(PrefillCall),
+            responses={**errors(404, 429, 499, 502, 504), 200: {"model": PrefillAnswer, **ndjson[200]}},
+        )
         for name, endpoint, body, answer in (
-            ("prefill", self.prefill, PrefillCall, PrefillAnswer),
+            ("ticket", self.ticket, TicketCall, Done),
             ("commit", self.commit, CommitCall, Done),
             ("abort", self.abort, AbortCall, Done),
             ("adapter", self.adapter, AdapterCall, Done),
@@ -179,7 +197,7 @@ class EngineServer:
     async def health(self) -> Response:
         """200 while the engine makes progress or is idle."""
         reason = self.unhealthy()
-        return JSONResponse({"status": reason or "ok"}, 503 if reason else 200)
+        return JSONResponse({"status": reason or "ok", "memory": self._memory.told}, 503 if reason else 200)
 
     async def ready(self) -> Response:
         """200 when new requests are welcome."""
@@ -236,7 +254,7 @@ class EngineServer:
         except ConnectionResetError:
             self._reader_left(what)
 
-    def _reader_left(self, what: GenerateCall) -> None:
+    def _reader_left(self, what: GenerateCall | PrefillCall) -> None:
         self._meters.requests.failed(499, "cancelled")
         log.debug("the reader of %s has disconnected", what.attempt or what.request.request_id)
 
@@ -292,37 +310,66 @@ class EngineServer:
             raise InvalidRequest("prompt: this engine has no tokenizer; send prompt_token_ids", param="prompt")
         return await self._tokenising.by_ids(request)
 
-    async def prefill(self, request: Request) -> Response:
-        """Compute and send one prompt."""
-        call = await read_model(request, PrefillCall)
+    async def prefill(self, call: Call) -> None:
+        """Compute and send one prompt: one answer, or lines where the ticket is to follow."""
+        what = await read_model(call, PrefillCall)
         try:
-            with self._in_flight.track(), within(self._tracer.remote(request.headers)):
-                answer = await self._prefill(call, _client(request.headers))
+            await self._prefill_answer(what, call)
+        except ConnectionResetError:
+            self._reader_left(what)
+
+    async def _prefill_answer(self, what: PrefillCall, call: Call) -> None:
+        try:
+            with self._in_flight.track(), within(self._tracer.remote(call.headers)):
+                answer = await self._prefill(what, call)
         except RequestError as error:
             self._meters.requests.failed(error.status, error.code)
-            raise error.located("admission", call.attempt) from error
+            located = error.located("admission", what.attempt)
+            if not call.begun:
+                raise located from error
+            await call.write(token_line(TokenChunk(finish_reason=FinishReason.ERROR, error=located)))
+            await call.end()
+            return
         self._meters.transfer.seconds.observe(answer.transfer_s)
         self._meters.requests.prompt_tokens.inc(answer.num_tokens)
+        if call.begun:
+            await call.write(sent_line(answer))
+            await call.end()
+            return
         if has_many_scores(answer.prompt_logprobs):
             written = await asyncio.to_thread(prefill_answer_json, answer)
         else:
             written = prefill_answer_json(answer)
-        return Response(written, media_type="application/json")
+        await call.reply(200, {"content-type": "application/json"}, written)
 
-    async def _prefill(self, call: PrefillCall, client: str) -> PrefillAnswer:
-        if call.request.prompt is not None:
+    async def _prefill(self, what: PrefillCall, call: Call) -> PrefillAnswer:
+        if what.request.prompt is not None:
             raise InvalidRequest("prompt: prefill takes prompt_token_ids", param="prompt")
         try:
-            return await self._backend.prefill(call, client)
+            if what.ticket is not None:
+                return await self._backend.prefill(what, _client(call.headers))
+            async with aclosing(self._backend.prefill_lines(what, _client(call.headers))) as lines:
+                async for line in lines:
+                    if isinstance(line, PrefillAnswer):
+                        return line
+                    if not call.begun:
+                        await call.begin(_NDJSON)
+                    await call.write(token_line(line))
+            raise AssertionError("a prompt ended without an answer or an error")
         except asyncio.CancelledError:
             error = self._in_flight.cancelled()
             if error is None:
                 raise
-            raise error.located("draining", call.attempt) from None
+            raise error.located("draining", what.attempt) from None
+
+    async def ticket(self, request: Request) -> Response:
+        """Decode has reserved for a prompt that was begun without its ticket."""
+        self._backend.engine.ticket((await read_model(request, TicketCall)).ticket)
+        return model_response(Done())
 
     async def commit(self, request: Request) -> Response:
         """Prefill has sent everything, or has failed."""
-        self._backend.engine.commit(await read_model(request, CommitCall))
+        self._backend.commit(await read_model(request, CommitCall))
         return model_response(Done())
 
     async def abort(self, request: Request) -> Response:

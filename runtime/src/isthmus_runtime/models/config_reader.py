@@ -58,6 +58,21 @@ class Common(TypedDict):
     eos_token_ids: tuple[int, ...]
 
 
+_MOST, _MOST_NUMBER = 2**31 - 1, 1e18
+"""Of sizes and of other numbers: what is made of them overflows nothing."""
+MOST_PARTS = 1 << 14
+"""Of layers, and of experts: each is a record."""
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _MOST_NUMBER
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
 class ConfigReader:
     """One JSON object of a configuration, read key by key.
 
@@ -95,13 +110,13 @@ class ConfigReader:
         if problem not in self.problems:
             self.problems.append(problem)
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """A whole number of at least 1."""
+    def integer(self, key: str, default: int | None = None, most: int = _MOST) -> int:
+        """A whole number from 1 to `most`."""
         value = self.get(key)
         if value is None and default is not None:
             return default
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            self.problem(key, f"is {value!r}, expected a whole number of at least 1")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            self.problem(key, f"is {_shown(value)}, expected a whole number of at least 1, and at most {most}")
             return 1
         return value
 
@@ -122,8 +137,8 @@ class ConfigReader:
         value = self.get(key)
         if value is None and default is not None:
             return default
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-            self.problem(key, f"is {value!r}, expected a number above 0")
+        if not _is_number(value):
+            self.problem(key, f"is {_shown(value)}, expected a number above 0, and at most {_MOST_NUMBER:g}")
             return 1.0
         return float(value)
 
@@ -164,11 +179,7 @@ class ConfigReader:
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
         """`count` numbers above 0."""
         value = self.get(key)
-        if (
-            not isinstance(value, list)
-            or len(value) != count
-            or not all(isinstance(n, int | float) and not isinstance(n, bool) and n > 0 for n in value)
-        ):
+        if not isinstance(value, list) or len(value) != count or not all(map(_is_number, value)):
             found = f"a list of {len(value)}" if isinstance(value, list) else repr(value)
             self.problem(key, f"is {found}, expected a list of {count} numbers above 0")
             return (1.0,) * count
@@ -209,7 +220,7 @@ class ConfigReader:
             vocab_size=self.integer("vocab_size"),
             hidden_size=hidden,
             intermediate_size=self.integer("intermediate_size"),
-            num_layers=self.integer("num_hidden_layers"),
+            num_layers=self.integer("num_hidden_layers", most=MOST_PARTS),
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,

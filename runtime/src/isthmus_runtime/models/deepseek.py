@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ..kv.groups import LayerSpec
 from ..layers.rope_spec import RopeSpec
 from .base import ModelSpec, Shapes, TensorSource
-from .config_reader import ConfigReader
+from .config_reader import MOST_PARTS, ConfigReader
 from .rope_config import yarn_mscale
 from .shapes import decoder_shapes
 from .shard import WHOLE, Shard
@@ -231,7 +231,7 @@ def parse(read: ConfigReader) -> DeepseekSpec:
 
 def _routing(read: ConfigReader, v3: bool) -> tuple[int, int, tuple[int, int] | None]:
     """Experts, how many a token goes through, and their groups."""
-    experts = read.integer("n_routed_experts", 256 if v3 else 64)
+    experts = read.integer("n_routed_experts", 256 if v3 else 64, MOST_PARTS)
     chosen = read.integer("num_experts_per_tok", 8 if v3 else 6)
     method = read.text("topk_method", "noaux_tc" if v3 else "greedy")
     known = ("noaux_tc",) if v3 else ("greedy", "group_limited_greedy")

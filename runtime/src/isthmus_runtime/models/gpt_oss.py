@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..layers.rope_spec import RopeSpec
 from .base import ModelSpec, Shapes, TensorSource
-from .config_reader import ConfigReader
+from .config_reader import MOST_PARTS, ConfigReader
 from .shapes import decoder_shapes
 from .shard import WHOLE, Shard
 
@@ -99,7 +99,7 @@ def parse(read: ConfigReader) -> GptOssSpec:
     common = read.common(head_dim=64, max_position=131072, eps=1e-5)
     read.only("hidden_act", "silu")
     read.only("attention_bias", True)
-    experts, chosen = read.integer("num_local_experts", 128), read.integer("num_experts_per_tok", 4)
+    experts, chosen = read.integer("num_local_experts", 128, MOST_PARTS), read.integer("num_experts_per_tok", 4)
     if chosen > experts:
         read.problem("num_experts_per_tok", f"{chosen} is more than num_local_experts {experts}")
     read.only("experts_per_token", chosen)

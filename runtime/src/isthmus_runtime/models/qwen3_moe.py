@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..layers.rope_spec import RopeSpec
 from .base import ModelSpec, Shapes, TensorSource
-from .config_reader import ConfigReader
+from .config_reader import MOST_PARTS, ConfigReader
 from .gguf_format import GgufFormat, GgufHeader
 from .shapes import decoder_shapes
 from .shard import WHOLE, Shard
@@ -74,10 +74,13 @@ def parse(read: ConfigReader) -> Qwen3MoeSpec:
     """The record of a Qwen3 MoE's `config.json`."""
     common = read.common()
     read.only("hidden_act", "silu")
-    experts, chosen = read.integer("num_experts", 128), read.integer("num_experts_per_tok", 8)
+    experts, chosen = read.integer("num_experts", 128, MOST_PARTS), read.integer("num_experts_per_tok", 8)
     if chosen > experts:
         read.problem("num_experts_per_tok", f"{chosen} is more than num_experts {experts}")
     period, dense = read.integer("decoder_sparse_step", 1), read.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        read.problem("mlp_only_layers", f"is {dense!r:.100}, expected a list of layers")
+        dense = []
     spec = Qwen3MoeSpec(
         **common,
         windows=read.qwen_windows(common["num_layers"]),

@@ -261,6 +261,7 @@ class Runner:
         self._metrics = metrics
         self._clock = clock
         self._scores = AnswerScores()
+        self.untold = self._scores.by_task
 
     async def whole(self, job: Job, arrived: float, call: Call) -> Usage:
         """The answer in one piece. Raises RequestError."""
@@ -290,7 +291,7 @@ class Runner:
             answer.logprobs += choice.take_logprobs()
             answer.stop = choice.text.met
 
-        with self._scores.answer(job.client) as untold:
+        with self._scores.answer(job.client, asyncio.current_task()) as untold:
             usage = await self._run(job, sink, arrived, untold)
             headers = {"Content-Type": "application/json", "X-Request-Id": job.answer_id}
             shown = [answers[i] for i in _best(job, likelihood)]
@@ -370,7 +371,7 @@ class Runner:
             data = form.delta(choice.index, delta, (), None) if bare else written(choice, delta, ())
             return None if not data or write_now(data) else partial(call.write, data)
 
-        with self._scores.answer(job.client) as untold:
+        with self._scores.answer(job.client, asyncio.current_task()) as untold:
             usage = await self._run(job, sink, arrived, untold)
             end = partial(form.end, usage, tell=job.include_usage)
             await call.write(await asyncio.to_thread(end) if kept > _MUCH_TEXT else end())

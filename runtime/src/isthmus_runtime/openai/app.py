@@ -21,6 +21,7 @@ from ..request import AdapterName, Structure
 from ..serving.app import errors, json_body
 from ..serving.call import Call, add_call_route
 from ..serving.in_flight import InFlight
+from ..serving.memory import MemoryGuard
 from ..structured.checker import Checker
 from ..tokenising import LONG
 from ..tracing.span import NO_TRACER, Span, Tracer, current
@@ -57,6 +58,7 @@ _MANY_TOKENS = 1 << 14
 """Of the prompts of a generation, and ids that it allows; fewer are not counted among those that all requests may
 have."""
 
+_ID_BYTES = 8
 _MUCH_ECHO = 1 << 16
 """Bytes that an answer repeats; fewer are not counted among those of all requests."""
 
@@ -113,6 +115,7 @@ def add_openai_routes(
     tenant_metrics: TenantMetrics | None = None,
     grammars: Checker | None = None,
     tracer: Tracer = NO_TRACER,
+    memory: MemoryGuard | None = None,
     adapters: Callable[[], Mapping[str, AdapterName]] = dict,
     takes_text: Callable[[], bool] = lambda: False,
     seeds: Callable[[], int] | None = None,
@@ -121,8 +124,8 @@ def add_openai_routes(
 ) -> None:
     """Add the routes under /v1/, and /tokenize and its like, to `app`.
 
-    `adapters` that may be named as the model, at present. `takes_text`: whether the backend would have prompts as text,
-    at present. `grammars` None: requests for structured output are refused.
+    `memory` None: it is not watched. `adapters` that may be named as the model, at present. `takes_text`: whether the
+    backend would have prompts as text, at present. `grammars` None: requests for structured output are refused.
     `seeds` gives the seed of a request that names none: drawn here, so that prefill, decode and a recompute agree.
     """
     api = _Api(
@@ -134,6 +137,7 @@ def add_openai_routes(
         tenant_metrics=tenant_metrics,
         grammars=grammars,
         tracer=tracer,
+        memory=MemoryGuard() if memory is None else memory,
         adapters=adapters,
         takes_text=takes_text,
         seeds=seeds or _seed_source(),
@@ -186,6 +190,7 @@ class _Api:
         tenant_metrics: TenantMetrics | None,
         grammars: Checker | None,
         tracer: Tracer,
+        memory: MemoryGuard,
         adapters: Callable[[], Mapping[str, AdapterName]],
         takes_text: Callable[[], bool],
         seeds: Callable[[], int],
@@ -230,8 +235,10 @@ class _Api:
             metrics=metrics,
             tenant_metrics=tenant_metrics,
             tracer=tracer,
+            memory=memory,
             clock=clock,
         )
+        memory.add_book(self._runner.untold)
 
     async def models(self, request: Request) -> ModelList:
         """The names that are served, and after them the adapters."""
@@ -316,20 +323,20 @@ class _Api:
         if span.recording:
             _describe_job(span, job, self._config.served_names[0])
         del body  # megabytes, which an answer would keep as long as it streams
-        call.drop()
         who = whose(call, progress.tenant)
+        tokens = sum(len(request.prompt_token_ids) for request in job.requests[:: job.n])
         echoed = sum(echo.bytes_held for echo in job.echoes)
+        call.drop(_kept(job), tokens * _ID_BYTES + echoed, who)
         with self._echoes.holding(echoed if echoed > _MUCH_ECHO else 0, who):
-            await self._run_planned(call, job, progress, who)
+            await self._run_planned(call, job, progress, who, tokens)
 
-    async def _run_planned(self, call: Call, job: Job, progress: Progress, client: str) -> None:
+    async def _run_planned(self, call: Call, job: Job, progress: Progress, client: str, tokens: int) -> None:
         job.client = client
         if _takes_turns(job):
             job.requests = tuple(replace(request, client=known_as(client)) for request in job.requests)
             if job.structure is not None:
                 await self._check_structure(job.structure, job.structure_param, client)
         progress.stage, progress.answer_id, progress.format = "generation", job.answer_id, job.format
-        tokens = sum(len(request.prompt_token_ids) for request in job.requests[:: job.n])
         tokens += len(job.requests[0].sampling.allowed_token_ids)  # of all choices, which share them
         counted = tokens if tokens > _MANY_TOKENS else 0
         with self._scores.holding(job.scores, client), self._tokens.holding(counted, client):
@@ -344,7 +351,7 @@ class _Api:
         progress.stage = "planning"
         tokenise = current().child("tokenise")
         try:
-            if len(body) <= _BRIEF_BATCH_BYTES:
+            if len(body) <= _BRIEF_BATCH_BYTES and self._tokenizer.steady:
                 await self._planning.room(whose(call, progress.tenant))
                 with self._planning.spending():
                     batch = plan(body)
@@ -353,9 +360,9 @@ class _Api:
         finally:
             tokenise.end()
         del body
-        call.drop()
-        progress.stage, progress.answer_id = "generation", batch.answer_id
         who = whose(call, progress.tenant)
+        call.drop(0, batch.prompt_tokens * _ID_BYTES, who)
+        progress.stage, progress.answer_id = "generation", batch.answer_id
         with self._numbers.holding(batch.numbers, who), self._tokens.holding(batch.prompt_tokens, who):
             await self._run_batch(batch, progress.tenant, progress.arrived, call)
 
@@ -394,7 +401,7 @@ class _Api:
 
     async def _plan(self, call: Call, plan: Plan, body: bytes, tenant: Tenant | None) -> Job:
         """A short body is planned here and now, unless that turns out to take long."""
-        if len(body) <= _OFF_LOOP_BYTES:
+        if len(body) <= _OFF_LOOP_BYTES and self._tokenizer.steady:
             await self._planning.room(whose(call, tenant))
             try:
                 with self._planning.spending():
@@ -414,6 +421,13 @@ class _Api:
 
     def _limit(self) -> int | None:
         return self._backend.max_model_len or self._tokenizer.model_limit or None
+
+
+def _kept(job: Job) -> int:
+    """Bytes that a job keeps of its body and that no other budget counts."""
+    texts = sum(len(request.prompt.text) for request in job.requests[:: job.n] if request.prompt is not None)
+    structure = 0 if job.structure is None else len(job.structure.text)
+    return texts + structure + job.format.repeated
 
 
 def _takes_turns(job: Job) -> bool:

@@ -88,6 +88,30 @@ def growth(tokenizer: Mapping[str, Any]) -> int | None:
     return _NFC_GROWS if normalizers else 1
 
 
+def is_steady(tokenizer: Mapping[str, Any]) -> bool:
+    """Whether no expression of a tokenizer.json may take long over a short text, as far as its form tells. One match of
+    the library takes some tenths of a second at most, and a text may have one at each word."""
+    steps = [
+        _parts(tokenizer.get(name), {"pre_tokenizer": "pretokenizers"}.get(name, "normalizers"))
+        for name in ("pre_tokenizer", "normalizer")
+    ]
+    found = [(part.get("pattern") or {}).get("Regex") for several in steps for part in several]
+    return all(map(_is_plain, filter(None, found)))
+
+
+_ATOM = re.compile(r"\\[pP]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\]", re.S)
+_QUANTIFIER = re.compile(r"[*+]|\{\d+,\}")
+
+
+def _is_plain(pattern: str) -> bool:
+    """Without a group that is repeated, and with two repetitions without an end in a row at most: more than that may
+    be tried in far more ways than a text has letters."""
+    bare = re.sub(r"([*+}])[+?]", r"\1", _ATOM.sub("x", pattern))
+    if re.search(r"\)(?:[*+]|\{)", bare):
+        return False
+    return all(len(_QUANTIFIER.findall(row)) <= 2 for row in re.split(r"[|()]", bare))
+
+
 def _parts(step: Any, name: str) -> Sequence[Mapping[str, Any]]:
     if not step:
         return ()

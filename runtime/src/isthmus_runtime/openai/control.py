@@ -56,8 +56,8 @@ class ControlTokens:
         template: str,
         normalise: Callable[[str], str] | None = None,
     ) -> None:
-        """`serialised`: the tokenizer.json, asked for when the first conversation needs it. `normalise`: the
-        tokenizer's normalizer, where there is one."""
+        """`serialised`: the tokenizer.json, asked for by `prepare`, or when the first conversation needs it.
+        `normalise`: the tokenizer's normalizer, where there is one."""
         self.strings = control_strings(added, template)
         # Such a token is looked for in the normalised text, in which more may look like it.
         late = any(token.get("normalized") and token["content"] in self.strings for token in added)
@@ -70,6 +70,12 @@ class ControlTokens:
         self._names = {text: f"{salt}{i:08x}" for i, text in enumerate(sorted(self.strings))}
         self._lock = threading.Lock()
         self._copy: HfTokenizer | None = None
+
+    def prepare(self) -> None:
+        """Make now what the first text with a control token in it needs. It takes a second or more, in which hardly any
+        other thread runs."""
+        if self.strings:
+            self._tokenizer()
 
     def found_in(self, value: Any, *, own: bool = False) -> bool:
         """Whether a text of `value` (nested lists and objects) holds a control token, or ends with the beginning of one

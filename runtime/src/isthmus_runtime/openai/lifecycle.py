@@ -17,6 +17,7 @@ from ..metrics import RequestMetrics, TenantMetrics
 from ..serving.call import Call, Cut, error_answer
 from ..serving.in_flight import InFlight
 from ..serving.limits import BodyTooLarge
+from ..serving.memory import LOOK_AFTER, MemoryGuard
 from ..tracing.span import NO_TRACER, Tracer, current, within
 from ..turns import ThreadsInTurns
 from .keys import Keys
@@ -75,9 +76,11 @@ class Lifecycle:
         metrics: RequestMetrics | None,
         tenant_metrics: TenantMetrics | None,
         tracer: Tracer,
+        memory: MemoryGuard,
         clock: Callable[[], float],
     ) -> None:
         """`timeout_s`: what a request may take. `clock`: monotonic seconds."""
+        self._memory = memory
         self._keys = keys
         self._tenants = tenants
         self._timeout_s = timeout_s
@@ -88,7 +91,13 @@ class Lifecycle:
         self._clock = clock
         # What a thread has begun cannot be ended: generations have others than what no engine is asked for.
         self._computing = ThreadsInTurns(1, "compute", _MOST_COMPUTING, "requests of this kind wait for their turn")
-        self._planners = ThreadsInTurns(_PLACES, "plan", _MOST_PLANNING, "long prompts and batches wait to be planned")
+        self._planners = ThreadsInTurns(
+            _PLACES,
+            "plan",
+            _MOST_PLANNING,
+            "long prompts and batches wait to be planned",
+            one_by_one=lambda: memory.tight,
+        )
 
     async def answer(
         self, call: Call, work: Answering[_P], plan: _P, *, describe: Describe = openai_error, operation: str = "chat"
@@ -123,6 +132,9 @@ class Lifecycle:
     async def planned(self, call: Call, tenant: Tenant | None, plan: Callable[[bytes], _M], body: bytes) -> _M:
         """What `plan` makes of a long body, in a thread: few at a time, in turns of clients, of whom none takes all
         threads. Overloaded (429) when too many wait."""
+        if len(body) > LOOK_AFTER:
+            self._memory.look()
+            self._memory.check_new()
         return await self._planners.do(whose(call, tenant), plan, body)
 
     async def _respond(self, call: Call, work: Answering[_P], plan: _P, describe: Describe) -> None:

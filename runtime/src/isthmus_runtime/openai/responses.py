@@ -244,6 +244,7 @@ class ResponsesFormat(Format):
             )
         self._about = "{" + ", ".join(f'"{name}": {text}' for name, text in written.items())
         """Text of a JSON object that goes on. As objects it would take many times as much."""
+        self.repeated = len(self._about)
         self._number = 0
         self._items: list[dict[str, Any]] = []
         """Of a stream: the items so far; the last may be open."""

@@ -83,6 +83,8 @@ class Format:
     """A stream's text is told again at its end, and kept until then."""
     _text_open, _text_close = "", b""
     """What is around the text of a chunk."""
+    repeated = 0
+    """Bytes of the request that its answer repeats."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as HfTokenizer
 from ..errors import ConfigError, InvalidRequest
 from ..request import SamplingOptions
 from ..turns import go_on
-from .bounds import cut, growth, may_cut, token_bound
+from .bounds import cut, growth, is_steady, may_cut, token_bound
 from .chat import MOST_STEPS, SOME_STEPS, ChatTemplate, Conversation, NeedsThread, TooCostly
 from .control import ControlTokens, Marks
 from .pieces import Pieces
@@ -96,6 +96,8 @@ class Tokenizer:
         self.defaults = defaults
         self._words = Words(self._batch) if cuts_at_words(raw) else None
         self._cuts = self._words is not None and may_cut(raw.get("added_tokens") or ())
+        self.steady = is_steady(raw)
+        """A short text takes a short time: else none is tokenised on an event loop."""
         self._bound = token_bound(raw)
         self._growth = growth(raw)
         self._num_special = tokenizer.num_special_tokens_to_add(False)
@@ -148,6 +150,11 @@ class Tokenizer:
             now=now,
         )
 
+    def prepare(self) -> None:
+        """What a server does before it serves: else its first conversation of some kind would hold up all others."""
+        if self._template is not None:
+            self._control.prepare()
+
     def encode(self, text: str, most: int | None = None) -> list[int]:
         """Ids of a completion prompt, with the tokens before and after it that the model wants.
 
@@ -178,7 +185,7 @@ class Tokenizer:
     def surely_fits(self, text: str, most: int, *, special: bool) -> bool:
         """Whether `text` has 1 to `most` ids for certain, without tokenising it. `special`: by `encode`, else by
         `encode_alone`."""
-        if self._growth is None or self._bound is None:
+        if self._growth is None or self._bound is None or not self.steady:
             return False
         size = len(text) if text.isascii() else self._growth * len(text.encode())
         if special:

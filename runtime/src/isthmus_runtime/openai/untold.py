@@ -8,6 +8,7 @@ knows yet whether it is a call of a tool. What prompts add is known (`score_budg
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 from ..errors import InvalidRequest, Overloaded
 
@@ -46,9 +47,13 @@ class AnswerScores:
         self.held = 0
         self._answers: set[Untold] = set()
 
-    def answer(self, who: str = "") -> Untold:
-        """Of one request of a client, while it is entered."""
-        return Untold(self, who)
+    def answer(self, who: str = "", task: object = None) -> Untold:
+        """Of one request of a client, which the task works on, while it is entered."""
+        return Untold(self, who, task)
+
+    def by_task(self) -> Iterator[tuple[object, int]]:
+        """Bytes of each request that runs."""
+        return ((one.task, one.held * CHARACTERS) for one in self._answers if one.held)
 
     def begins(self, untold: Untold) -> None:
         """A request runs."""
@@ -79,8 +84,9 @@ class AnswerScores:
 class Untold:
     """What one request's answer holds."""
 
-    def __init__(self, budget: AnswerScores, who: str) -> None:
+    def __init__(self, budget: AnswerScores, who: str, task: object) -> None:
         self.who = who
+        self.task = task
         self.held = 0
         self.gives_way = False
         self._budget = budget

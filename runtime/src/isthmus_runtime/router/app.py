@@ -19,6 +19,7 @@ from ..errors import Overloaded
 from ..metrics import CONTENT_TYPE, RouterMetrics, Scrapes
 from ..serving.app import errors
 from ..serving.in_flight import InFlight
+from ..serving.memory import MemoryGuard
 from .adapters import FleetAdapters
 from .links import Links, new_session
 from .page import add_page
@@ -37,6 +38,12 @@ class RouterState(BaseModel):
     status: str
 
 
+class RouterHealth(RouterState):
+    """Whether it lives, and how near it is to the limit of its memory."""
+
+    memory: str
+
+
 class Router:
     """A router on the running event loop: its Backend, its routes, its pool. Made by `make_router`."""
 
@@ -48,8 +55,10 @@ class Router:
         resolve: Resolve = resolve_all,
         credentials: Credentials | None = None,
         tokenizer: OwnTokenizer | None = None,
+        memory: MemoryGuard | None = None,
     ) -> None:
         self._config = config
+        self._memory = MemoryGuard() if memory is None else memory
         self._credentials = credentials
         self._scrapes = Scrapes(registry)
         self._in_flight = in_flight
@@ -91,7 +100,7 @@ class Router:
     def add_probes(self, app: FastAPI) -> None:
         """Add /health, /ping, /ready and /accepting."""
         for path in ("/health", "/ping"):
-            app.add_api_route(path, self._health, tags=["probes"], responses=errors())
+            app.add_api_route(path, self._health, tags=["probes"], response_model=RouterHealth, responses=errors())
         app.add_api_route("/ready", self._ready, tags=["probes"], response_model=RouterState, responses=errors())
         app.add_api_route(
             "/accepting", self._accepting, tags=["probes"], response_model=RouterState, responses=errors()
@@ -102,11 +111,11 @@ class Router:
         client to see."""
         add_page(app, lambda: self._status(show_load), check)
 
-    async def _health(self) -> RouterState:
+    async def _health(self) -> RouterHealth:
         """Whether this process lives, and what runs in its background does."""
         if self.pool.failure:
             raise Overloaded(f"not healthy: {self.pool.failure}")
-        return RouterState(status="ok")
+        return RouterHealth(status="ok", memory=self._memory.told)
 
     async def _ready(self) -> RouterState:
         """Whether a prompt could be served now."""
@@ -161,7 +170,8 @@ def make_router(
     resolve: Resolve = resolve_all,
     credentials: Credentials | None = None,
     tokenizer: OwnTokenizer | None = None,
+    memory: MemoryGuard | None = None,
 ) -> Router:
     """A router for `config`. Must be called on the event loop it will run on; `resolve` finds engine addresses, which
-    `credentials` are shown to. `tokenizer` None: it is never given prompts as text."""
-    return Router(config, registry, in_flight, resolve, credentials, tokenizer)
+    `credentials` are shown to. `tokenizer` None: it is never given prompts as text. `memory` is told by probes."""
+    return Router(config, registry, in_flight, resolve, credentials, tokenizer, memory)

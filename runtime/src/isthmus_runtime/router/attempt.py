@@ -11,7 +11,16 @@ from urllib.parse import urlsplit
 from ..errors import Cancelled, DeadlineExceeded, EngineFailed, EngineLost, Overloaded, RequestError, is_panic
 from ..interfaces.backend import Said, Take
 from ..metrics import RouterMetrics
-from ..protocol import CLIENT_HEADER, CommitCall, PrefillAnswer, Ticket, parse_line, parse_prefill_answer
+from ..protocol import (
+    CLIENT_HEADER,
+    CommitCall,
+    PrefillAnswer,
+    Ticket,
+    TicketCall,
+    parse_line,
+    parse_prefill_answer,
+    parse_prefill_line,
+)
 from ..request import FinishReason, GenerateRequest, TokenChunk
 from ..tracing.span import current
 from .links import LOST, Links, lost, refusal
@@ -38,7 +47,10 @@ class TryElsewhere(Exception):
 class Attempt:
     """Use: `first()` once, then `next()` until a chunk has a finish reason, or `pass_on()`; `close()` always.
 
-    The caller's task reads the decode leg; the prefill leg runs in a task of its own from decode's reservation on.
+    The caller's task reads the decode leg; the prefill leg runs in a task of its own, from decode's reservation on or,
+    where it begins `early`, beside it. Then the first token is prefill's, as soon as it is known and decode has
+    reserved; decode says it again with the KV that it got, or computed, and that is not passed on.
+
     Whatever goes wrong on one leg ends the other: decode learns of prefill's failure by a commit and recomputes or
     fails by its own setting; prefill is cancelled by closing its connection and by an abort.
     """
@@ -56,9 +68,10 @@ class Attempt:
         links: Links,
         other_prefill: Callable[[str], bool],
         metrics: RouterMetrics | None,
+        early: bool = False,
     ) -> None:
         """`body`: the request as JSON. `deadline`: on the event loop's clock. `other_prefill(url)`: whether the
-        request could be paired without that prefill engine."""
+        request could be paired without that prefill engine. `early`: prefill begins before decode has reserved."""
         self._request = request
         self._body = body
         self._decode = choice.decode
@@ -79,6 +92,16 @@ class Attempt:
         self._lines = TokenLines()
         self._passing: asyncio.Future[Said | None] | None = None
         self._prefill_task: asyncio.Task[None] | None = None
+        self._early = early
+        self._ticket: Ticket | None = None
+        self._reserved = asyncio.Event()
+        """`_ticket` is there."""
+        self._first: asyncio.Future[TokenChunk | None] | None = None
+        """Waits for the first token of prefill, or for decode's word."""
+        self._told: int | None = None
+        """The first token, if prefill has told it."""
+        self._owed = False
+        """Decode has yet to say it again."""
         self._delivered = False
         self._answer: PrefillAnswer | None = None
         """Prefill's, which comes before decode may start."""
@@ -101,11 +124,19 @@ class Attempt:
     async def first(self) -> TokenChunk:
         """The first chunk. Raises TryElsewhere or RequestError."""
         try:
+            if self._early:
+                self._run(None)
             await self._open()
             line = await self._line()
             if isinstance(line, Ticket):
                 self._start_prefill(line)
+                told = await self._early_token() if self._early else None
+                if told is not None:
+                    hits = line.skip_blocks * self._decode.block_size
+                    return told._replace(cached_tokens=max(told.cached_tokens, hits))
                 line = await self._line()
+            elif self._early:
+                self._cancel_prefill()
             if isinstance(line, Ticket):
                 raise EngineFailed(f"decode engine {self._decode.url} reserved twice", stage="decode")
             if line.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
@@ -158,10 +189,7 @@ class Attempt:
         self._hold.release()
         if self._prefill_hold is not None:
             self._prefill_hold.release()
-        if self._prefill_task is not None and not self._prefill_task.done():
-            assert self._prefill is not None
-            self._prefill_task.cancel()
-            self._links.abort(self._prefill.url, self._request.request_id, self._attempt)
+        self._cancel_prefill()
         if self._ended:
             assert self._response is not None
             self._response.release()
@@ -191,6 +219,8 @@ class Attempt:
         chunk = self._lines.plain_of(self._response.here())
         if chunk is None:
             return None
+        if self._owed:
+            chunk = self._without_told(chunk)
         self._hold.heard()
         self._ended = chunk.finish_reason is not None
         return take(chunk)
@@ -265,6 +295,30 @@ class Attempt:
             self._timer = None
 
     async def _line(self) -> Ticket | TokenChunk:
+        """The next line, without the token that prefill has told."""
+        while True:
+            line = await self._whole_line()
+            if isinstance(line, Ticket) or not self._owed:
+                return line
+            line = self._without_told(line)
+            if line.token_ids or line.finish_reason is not None:
+                return line
+
+    def _without_told(self, chunk: TokenChunk) -> TokenChunk:
+        if not chunk.token_ids:
+            return chunk
+        self._owed = False
+        if chunk.token_ids[0] != self._told:
+            raise EngineFailed(
+                f"decode engine {self._decode.url} has {chunk.token_ids[0]} for the first token, and the client "
+                f"{self._told} from prefill",
+                stage="decode",
+            )
+        if self._metrics is not None and chunk.note:
+            self._metrics.prompt(chunk.note)
+        return chunk._replace(token_ids=chunk.token_ids[1:], logprobs=chunk.logprobs[1:])
+
+    async def _whole_line(self) -> Ticket | TokenChunk:
         while not self._lines:
             assert self._response is not None
             try:
@@ -326,10 +380,46 @@ class Attempt:
                 f"expected {self._attempt if self._prefill else 'none'!r}",
                 stage="decode",
             )
+        self._ticket = ticket
+        self._reserved.set()
+        if not self._early:
+            self._run(ticket)
+
+    def _run(self, ticket: Ticket | None) -> None:
+        assert self._prefill is not None
         self._prefill_task = asyncio.create_task(self._run_prefill(self._prefill.url, ticket))
         self._prefill_task.add_done_callback(self._prefill_ended)
 
+    def _cancel_prefill(self) -> None:
+        if self._prefill_task is not None and not self._prefill_task.done():
+            assert self._prefill is not None
+            self._prefill_task.cancel()
+            self._links.abort(self._prefill.url, self._request.request_id, self._attempt)
+
+    async def _early_token(self) -> TokenChunk | None:
+        """The first token, when prefill has it; None: prefill does not tell it, or decode has something to say."""
+        response, task = self._response, self._prefill_task
+        assert response is not None and task is not None
+        if self._lines or response.over or task.done():
+            return None
+        self._first = self._loop.create_future()
+        response.follow(partial(self._answer_first, None))
+        try:
+            return await self._first
+        finally:
+            response.follow(None)
+            self._first = None
+
+    def _answer_first(self, chunk: TokenChunk | None) -> None:
+        if self._first is None or self._first.done():
+            return
+        if chunk is not None:
+            self._delivered = self._owed = True
+            self._told = chunk.token_ids[0]
+        self._first.set_result(chunk)
+
     def _prefill_ended(self, task: asyncio.Task[None]) -> None:
+        self._answer_first(None)
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("the prefill leg of %s broke", self._request.request_id, exc_info=error)
             self._interrupt(EngineFailed("internal error; the router's log has the details", stage="prefill"))
@@ -338,9 +428,20 @@ class Attempt:
         if self._prefill_timer is not None and not self._prefill_timer.expired():
             self._prefill_timer.reschedule(self._loop.time())
 
-    async def _run_prefill(self, url: str, ticket: Ticket) -> None:
+    async def _run_prefill(self, url: str, ticket: Ticket | None) -> None:
+        assert self._prefill_hold is not None
         try:
-            await self._ask_prefill(url, ticket)
+            try:
+                await self._ask_prefill(url, ticket)
+            except Overloaded:
+                if ticket is not None or self._told is not None:
+                    raise
+                # It waits for decode no longer. Decode may take its time; then prefill is asked as if for the first
+                # time.
+                await self._reserved.wait()
+                await self._ask_prefill(url, self._ticket)
+            finally:
+                self._prefill_hold.release()
         except RequestError as failure:
             error = failure.located("prefill", self._attempt)
             self._count("prefill", error)
@@ -348,15 +449,19 @@ class Attempt:
             if elsewhere and self._other_prefill(url):
                 self._interrupt(TryElsewhere(error, url))
                 return
+            await self._reserved.wait()  # decode would not know what the word is about
             outcome = CommitCall(
                 request_id=self._request.request_id,
                 attempt=self._attempt,
                 ok=False,
                 stage=error.stage or "prefill",
                 reason=error.message,
+                first_token=self._told,
             )
         else:
-            outcome = CommitCall(request_id=self._request.request_id, attempt=self._attempt, ok=True)
+            outcome = CommitCall(
+                request_id=self._request.request_id, attempt=self._attempt, ok=True, first_token=self._told
+            )
         try:
             await self._links.commit(self._decode.url, outcome)
         except RequestError as error:
@@ -364,9 +469,13 @@ class Attempt:
         except LOST as e:
             self._interrupt(self._lost_decode(e))
 
-    async def _ask_prefill(self, url: str, ticket: Ticket) -> None:
-        legs = f',"attempt":"{self._attempt}","ticket":{ticket.model_dump_json()}'
+    async def _ask_prefill(self, url: str, ticket: Ticket | None) -> None:
+        """Have the prompt computed and sent. Without a ticket that is passed on when it is there."""
+        legs = f',"attempt":"{self._attempt}"'
+        if ticket is not None:
+            legs += f',"ticket":{ticket.model_dump_json()}'
         body = b'{"request":%b%b}' % (self._body, legs.encode())
+        early: PrefillAnswer | None = None
         hold = self._prefill_hold
         assert hold is not None
         # The request's own deadline ends this leg with the other one, by `close`.
@@ -376,6 +485,8 @@ class Attempt:
                 self._prefill_timer = timer
                 response = await self._links.open(url, "/internal/prefill", body, self._headers())
                 try:
+                    if ticket is None and response.status == 200:
+                        early = await self._early_answer(url, response)
                     raw = await response.read()
                 except BaseException:
                     response.close()
@@ -388,20 +499,47 @@ class Attempt:
             raise error from e
         finally:
             self._prefill_timer = None
-            hold.release()
         if response.status != 200:
             raise refusal(response.status, raw, "prefill", url)
-        try:
-            brief = len(raw) <= _LONG
-            answer = parse_prefill_answer(raw) if brief else await asyncio.to_thread(parse_prefill_answer, raw)
-        except ValueError as e:
-            raise EngineFailed(f"prefill engine {url} sent an answer that cannot be read: {e}", stage="prefill") from e
+        answer = await self._read_answer(url, raw) if early is None else early
         if answer.attempt != self._attempt:
             raise EngineFailed(
                 f"prefill engine {url} answered for attempt {answer.attempt!r}, expected {self._attempt!r}",
                 stage="prefill",
             )
         self._answer = answer
+
+    async def _read_answer(self, url: str, raw: bytes) -> PrefillAnswer:
+        try:
+            brief = len(raw) <= _LONG
+            return parse_prefill_answer(raw) if brief else await asyncio.to_thread(parse_prefill_answer, raw)
+        except ValueError as e:
+            raise EngineFailed(f"prefill engine {url} sent an answer that cannot be read: {e}", stage="prefill") from e
+
+    async def _early_answer(self, url: str, response: Exchange) -> PrefillAnswer:
+        """The last line of a prompt that was begun without a ticket, after all that is to be done for those before."""
+        lines, passed = TokenLines(), False
+        while True:
+            while not lines:
+                data = await response.readany()
+                if not data:
+                    raise ConnectionResetError("it closed the stream without an end")
+                lines.add(data)
+            try:
+                said = parse_prefill_line(lines.pop())
+            except (ValueError, KeyError, TypeError) as e:
+                raise EngineFailed(f"prefill engine {url} sent a line that cannot be read: {e}") from e
+            if isinstance(said, PrefillAnswer):
+                return said
+            if said.error is not None:
+                raise said.error
+            if said.token_ids:
+                self._answer_first(said)
+            elif not passed:
+                await self._reserved.wait()
+                assert self._ticket is not None
+                passed = True
+                self._links.ticket(url, TicketCall(ticket=self._ticket))
 
     def _count(self, leg: str, error: RequestError) -> None:
         self._span.fail(error)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import Coroutine
+from typing import Any
 
 import aiohttp
 
 from ..credentials import Credentials
 from ..errors import EngineLost, RequestError, error_from_json
-from ..protocol import AbortCall, AdapterCall, CommitCall
+from ..protocol import AbortCall, AdapterCall, CommitCall, TicketCall
 from .patience import Patience
 from .wire import CONNECT_TIMEOUT_S, Exchange, Wire
 
@@ -21,6 +23,8 @@ _CONTROL_TIMEOUT_S = 2.0
 
 _ADAPTER_TIMEOUT_S = 60.0
 """An engine reads the files of an adapter, some hundred megabytes at most."""
+
+_Call = TicketCall | CommitCall | AbortCall | AdapterCall
 
 LOST = (OSError, TimeoutError)
 """What a call raises when the peer is gone or was never there."""
@@ -83,6 +87,10 @@ class Links:
         if status != 200:
             raise refusal(status, raw, "decode", url)
 
+    def ticket(self, url: str, call: TicketCall) -> None:
+        """Give prefill, in the background, what it waits for. It says in its own answer when that did not come."""
+        self._behind(self._told(url, "/internal/ticket", call, f"the ticket of attempt {call.ticket.attempt}"))
+
     async def adapter(self, url: str, call: AdapterCall) -> None:
         """Have the engine load or unload an adapter. Raises one of LOST, or the RequestError that it answers."""
         status, raw = await self._control(url, "/internal/adapter", call, _ADAPTER_TIMEOUT_S)
@@ -91,9 +99,8 @@ class Links:
 
     def abort(self, url: str, request_id: str, attempt: str) -> None:
         """End the request at the engine. Closing its connection does too, where there is one and the peer notices."""
-        task = asyncio.ensure_future(self._abort(url, AbortCall(request_id=request_id, attempt=attempt)))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        call = AbortCall(request_id=request_id, attempt=attempt)
+        self._behind(self._told(url, "/internal/abort", call, f"abort of {request_id}"))
 
     def forget(self, url: str) -> None:
         """The engine has left the fleet: its idle connections are closed."""
@@ -104,18 +111,27 @@ class Links:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._wire.close()
 
-    async def _abort(self, url: str, call: AbortCall) -> None:
+    def _behind(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _told(self, url: str, path: str, call: _Call, what: str) -> None:
         try:
-            await self._control(url, "/internal/abort", call)
+            await self._control(url, path, call)
         except LOST as e:
-            _log.warning("abort of %s did not reach %s: %s", call.request_id, url, str(e) or type(e).__name__)
+            _log.warning("%s did not reach %s: %s", what, url, str(e) or type(e).__name__)
 
     async def _control(
-        self, url: str, path: str, call: CommitCall | AbortCall | AdapterCall, timeout_s: float = _CONTROL_TIMEOUT_S
+        self,
+        url: str,
+        path: str,
+        call: _Call,
+        timeout_s: float = _CONTROL_TIMEOUT_S,
     ) -> tuple[int, bytes]:
         """Status and body of a call that an engine answers within `timeout_s`."""
         async with Patience(timeout_s):
-            exchange = await self._wire.post(url, path, call.model_dump_json().encode())
+            exchange = await self._wire.post(url, path, call.model_dump_json(exclude_none=True).encode())
             try:
                 return exchange.status, await exchange.read()
             finally:

@@ -15,6 +15,9 @@ HIT_WEIGHT = 4.0
 decoded at leisure, while a missing token is computed before the first answer: it weighs more. In `sim/routing.py` hit
 rate and waiting time both improve up to here, and evenness is lost above."""
 
+ROOM_SHARE = 0.75
+"""Of decode's KV blocks. Nearer to full, its word is waited for before a prompt is computed."""
+
 UNPAIRED = "none"
 """Transfer mode of an engine that moves no KV."""
 
@@ -73,6 +76,8 @@ class Endpoint:
     """Digests of the low-rank adapters that it has."""
     tokenizer: str = ""
     """Digest of the tokenizer by which it takes prompts as text; empty: it takes ids alone."""
+    begins_early: bool = False
+    """It knows of prompts that are begun before their tickets."""
 
 
 class Load(NamedTuple):
@@ -175,6 +180,16 @@ def choose(rules: Rules, engines: Fleet, loads: Mapping[str, Load], facts: Facts
     if rules.local_without_prefill:
         return Choice(None, _pick(rules, decode, loads, facts), Reason.NO_PREFILL)
     return Refusal.NO_COMPATIBLE_PREFILL if _allowed(engines.prefill, facts) else Refusal.NO_PREFILL
+
+
+def has_room(decode: Endpoint, outstanding: Load, tokens: int, *, usage: float) -> bool:
+    """Whether decode will reserve for `tokens` more at once, as far as a router can know: by what it has `outstanding`
+    there and, for what others have, by the last probe (`usage`: share of KV blocks).
+
+    Where it will, prefill begins without waiting for it. A prompt is computed in vain where this is wrong.
+    """
+    room = decode.blocks * decode.block_size
+    return room > 0 and max(outstanding.tokens, usage * room) + tokens <= ROOM_SHARE * room
 
 
 def _allowed(engines: Sequence[Endpoint], facts: Facts) -> Sequence[Endpoint]:

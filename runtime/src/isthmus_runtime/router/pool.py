@@ -128,6 +128,11 @@ class EnginePool:
         """Count a request at the engine until `release`; `on_lost` is called once if the engine dies meanwhile."""
         return self._engines[url].hold(tokens, on_lost)
 
+    def has_room(self, url: str, tokens: int) -> bool:
+        """Whether the engine will reserve for `tokens` more at once, as `policy.has_room` means it."""
+        engine = self._engines.get(url)
+        return engine is not None and engine.has_room(tokens)
+
     def failed(self, url: str, problem: str) -> None:
         """A contact failed: no new requests until a probe succeeds."""
         engine = self._engines.get(url)

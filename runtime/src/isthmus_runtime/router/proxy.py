@@ -12,7 +12,7 @@ from ..config import RouterConfig
 from ..errors import InvalidRequest, Overloaded, RequestError
 from ..interfaces.backend import Take
 from ..metrics import RouterMetrics
-from ..protocol import request_json
+from ..protocol import may_begin_early, request_json
 from ..request import GenerateRequest, ServedTask, TokenChunk
 from ..tokenising import Tokenising
 from .attempt import Attempt, TryElsewhere
@@ -251,6 +251,7 @@ class RouterBackend:
                 links=self._links,
                 other_prefill=(lambda url: self._could_pair(request, url)) if failed is None else lambda _: False,
                 metrics=self._metrics,
+                early=self._begins_early(request, choice, facts),
             )
             try:
                 chunk = await attempt.first()
@@ -272,6 +273,13 @@ class RouterBackend:
             except BaseException:
                 attempt.close()
                 raise
+
+    def _begins_early(self, request: GenerateRequest, choice: Choice, facts: Facts) -> bool:
+        """Whether prefill need not wait for decode's reservation."""
+        prefill, decode = choice.prefill, choice.decode
+        if prefill is None or not (prefill.begins_early and decode.begins_early and may_begin_early(request)):
+            return False
+        return self._pool.has_room(decode.url, facts.decode_tokens)
 
     async def _changes(self, until: float) -> bool:
         """Wait for the fleet to change. False: it did not, or no engine could join it."""

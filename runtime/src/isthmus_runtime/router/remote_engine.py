@@ -9,7 +9,7 @@ from typing import Literal
 
 from ..protocol import AdapterInfo, EngineInfo
 from .own_time import OwnTime
-from .policy import UNPAIRED, Endpoint, Load
+from .policy import UNPAIRED, Endpoint, Load, has_room
 from .rates import Rates
 
 FleetRole = Literal["prefill", "decode", "unified"]
@@ -152,7 +152,15 @@ class RemoteEngine:
             kv.usable_blocks,
             adapters,
             self.info.tokenizer,
+            self.info.begins_early,
         )
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether it will reserve for `tokens` more at once, as `policy.has_room` means it."""
+        if self.info is None or not self.routable:
+            return False
+        load, outstanding = self.info.load, self._loads.get(self.url, Load())
+        return has_room(self.endpoint(), outstanding, tokens, usage=load.kv_usage)
 
     def known(self) -> tuple[Endpoint, int, tuple[AdapterInfo, ...]] | None:
         """What the fleet shows of this engine; None: it takes no requests."""

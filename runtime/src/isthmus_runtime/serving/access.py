@@ -9,6 +9,8 @@ from ..errors import AccessDenied, Unauthenticated
 from .call import authorization, error_response
 
 INTERNAL = "/internal/"
+OF_RUNNING = (b"/internal/commit", b"/internal/abort", b"/internal/drained", b"/internal/ticket")
+"""What peers say of requests that run: heard however little memory there is, as it is what lets them end."""
 
 
 class PeersOnly:

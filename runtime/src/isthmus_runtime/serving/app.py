@@ -147,6 +147,7 @@ def make_app(
         redirect_slashes=False,
         telemetry={"tracing": False, "metrics": False, "logs": False},  # ours is /metrics
     )
+    _parser()  # a thread that is made when there is no memory left may keep the event loop waiting for ever
     app.add_exception_handler(RequestError, _ours)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(RequestValidationError, _invalid)

@@ -23,7 +23,8 @@ PIECE = "isthmus.answer.piece"
 which it is not where there is something to wait for first: that is for `send`. Raises ConnectionResetError."""
 
 DROPPED = "isthmus.body.dropped"
-"""Extension of the ASGI scope: to its `tell` the body, which was read whole, is needed no more."""
+"""Extension of the ASGI scope: to its `tell` the body, which was read whole, is needed no more, but for so many bytes.
+"""
 
 
 class Cut(Exception):
@@ -57,10 +58,12 @@ class Call(Request):
             raise ConnectionResetError("the client has disconnected")
         return b"".join([part["body"] for part in parts])
 
-    def drop(self) -> None:
-        """What was read is needed no more: others' bodies may have its room, however long the answer takes."""
+    def drop(self, kept: int = 0, beside: int = 0, who: str = "") -> None:
+        """What was read is needed no more, but for `kept` bytes until the answer is complete: others' bodies may have
+        the rest of its room, however long that takes. `beside`: bytes that others count, and `who` asked, for the
+        choice of who gives way where memory runs short."""
         if (dropped := self.scope.get("extensions", {}).get(DROPPED)) is not None:
-            dropped["tell"]()
+            dropped["tell"](kept, beside, who)
 
     async def reply(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
         """Answer in one piece."""

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
-from ..errors import Overloaded
+from ..errors import Overloaded, RequestError
+
+
+def _open() -> None:
+    """Everybody may come in."""
 
 
 class InFlight:
@@ -19,6 +25,10 @@ class InFlight:
         self._tasks: set[asyncio.Task[object]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._ends: WeakKeyDictionary[asyncio.Task[object], RequestError] = WeakKeyDictionary()
+        """Of tasks that were told to end. Whoever asks, by `cancelled`, does so after its block."""
+        self.gate: Callable[[], None] = _open
+        """Called for each new request; raises its refusal."""
         self.leaving = False
         self.draining = False
         self.aborting = False
@@ -30,6 +40,7 @@ class InFlight:
         """A block that counts as a request of the current task; raises the refusal when draining."""
         if self.draining:
             raise self.refusal()
+        self.gate()
         task = asyncio.current_task()
         assert task is not None
         return _Tracked(self, task)
@@ -49,14 +60,27 @@ class InFlight:
         """What a request gets that this process will not take or finish."""
         return Overloaded("this process is shutting down; try again", retry_after_s=1.0)
 
-    def cancelled(self) -> Overloaded | None:
-        """For a handler that was cancelled: what to answer with, when it was by `abort`; None when its client left."""
-        if not self.aborting:
-            return None
+    def cancelled(self) -> RequestError | None:
+        """For a handler that was cancelled: what to answer with, when it was by `abort` or `end`; None when its client
+        left."""
         task = asyncio.current_task()
         assert task is not None
-        task.uncancel()  # the client is still there and gets an answer
-        return self.refusal()
+        error = self._ends.pop(task, None)
+        if error is None and self.aborting:
+            error = self.refusal()
+        if error is not None:
+            task.uncancel()  # the client is still there and gets an answer
+        return error
+
+    def works_on(self, task: asyncio.Task[object] | None) -> bool:
+        """Whether the task works on a request that was not told to end."""
+        return task in self._tasks and task not in self._ends
+
+    def end(self, task: asyncio.Task[object], error: RequestError) -> None:
+        """The request that the task works on ends with `error`."""
+        assert self.works_on(task), "of no request"
+        self._ends[task] = error
+        task.cancel()
 
     def start_leaving(self) -> None:
         """Say so (readiness, `Connection: close`), and still take what comes."""

@@ -11,6 +11,7 @@ import asyncio
 import copy
 import logging
 import socket
+from collections.abc import Mapping
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -18,12 +19,14 @@ from typing import Any
 import httptools
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
-from uvicorn.server import ServerState
 
-from ..errors import InvalidRequest, Overloaded, RequestError
-from .admission import BodyBudget, Connections
+from ..errors import InvalidRequest, MemoryShort, Overloaded, RequestError
+from .access import OF_RUNNING
 from .call import DROPPED, PIECE, WHOLE, Cut, error_answer
-from .limits import ACCOUNT, HeadTooLarge, Limits, TooSlow
+from .limits import ACCOUNT, HeadTooLarge, TooSlow
+from .memory import LARGE_BODY
+from .port import Connection, PortState
+from .pressure import Held
 from .writing import Flow, Opening, whole_answer
 
 _log = logging.getLogger(__name__)
@@ -42,51 +45,12 @@ a chunk's size may begin with zeros (RFC 9112, 7.1). The system of a client that
 _PIECES, _PIECE = 4096, 64
 """Chunks that a body may come in however small they are, and bytes that further ones have on average: a chunk takes
 some two microseconds, in which nobody else is served."""
-_LOOKS = 16
-"""What is unread is summed up after each so-manieth part of its bound that was written and not read at once."""
 _WORTH_A_LOOK = 4096
 """Bytes of a piece of a stream. Smaller ones are looked at by the sweep alone: streams that are not read pause."""
 _EXTENSIONS: dict[str, dict[object, object]] = {WHOLE: {}}
 """Of every scope."""
 _GONE = 7
 """TCP_CLOSE, of Linux."""
-
-
-class PortState(ServerState):
-    """What the connections of one port share."""
-
-    def __init__(self, limits: Limits) -> None:
-        super().__init__()
-        self.limits = limits
-        self.table: Connections[Protocol] = Connections(limits.max_connections, limits.max_connections_per_address)
-        self.bodies: BodyBudget[Protocol] = BodyBudget(limits.max_body_memory)
-        self.leaving = False
-        """The next answer on each connection is its last, and says so."""
-        self._written = 0
-        """Bytes that were not read at once, of what was written since `bound_unread`."""
-
-    def wrote(self, size: int) -> None:
-        """So many bytes more that wait to be read, if not so many: by and by all are looked at."""
-        self._written += size
-        if self._written > self.limits.max_unread // _LOOKS:
-            self.bound_unread()
-
-    def bound_unread(self) -> None:
-        """End the connections with most that is unread until the rest is within its bound: a handler that has answered
-        is gone, and whoever reads nothing would keep answers here as long as he likes."""
-        self._written = 0
-        held = [(c.unread, c) for c in self.connections if isinstance(c, Protocol) and c.unread]
-        left = sum(size for size, _ in held)
-        if left <= (most := self.limits.max_unread):
-            return
-        ended = 0
-        for size, connection in sorted(held, key=lambda one: -one[0]):
-            if left <= most:
-                break
-            connection.transport.abort()
-            left -= size
-            ended += 1
-        _log.warning("ended %d connections whose clients had most unread: more than %d bytes in all", ended, most)
 
 
 class _Phase(Enum):
@@ -137,6 +101,14 @@ class Protocol(HttpToolsProtocol):
         """Bytes of the heads of the latest request and of those that wait before it."""
         self._deaf = False
         """Nothing more is understood; what comes is dropped."""
+        self._arrived = 0
+        """Bytes of the latest body, as they came or inflated."""
+        self._turned_away: RequestResponseCycle | None = None
+        """Whose body was refused before it was here whole, though all of it may be here before that is told."""
+        self._told: RequestResponseCycle | None = None
+        """Whose handler has told what it keeps of the body,"""
+        self._who, self._beside = "", 0
+        """who asked, and what it holds beside that."""
         self.half_closed = False
         """The client sends no more, and waits for the answers to what it has sent."""
 
@@ -186,8 +158,9 @@ class Protocol(HttpToolsProtocol):
                 data = data[e.args[0] :]  # nothing is upgraded to: RFC 9110, 7.8 lets it be ignored
             except httptools.HttpParserError as e:
                 cause = e.__context__ if isinstance(e, httptools.HttpParserCallbackError) else None
-                known = isinstance(cause, RequestError)
-                self._refuse(cause if known else InvalidRequest(f"this is not HTTP/1.1: {e}"))  # type: ignore[arg-type]
+                # A copy has no traceback, which would hold `data` for as long as this connection is remembered.
+                known = copy.copy(cause) if isinstance(cause, RequestError) else None
+                self._refuse(known or InvalidRequest(f"this is not HTTP/1.1: {e}"))
                 return
             if self._pending > self._limits.max_head_bytes:
                 self._refuse(self._too_large())
@@ -197,6 +170,7 @@ class Protocol(HttpToolsProtocol):
         if len(self.pipeline) >= _MAX_AHEAD:
             raise InvalidRequest(f"more than {_MAX_AHEAD} requests were sent before the first was answered")
         self._phase = _Phase.HEAD
+        self._arrived = 0
         self._since = self.loop.time()
         if self._running is None:
             self.server_state.table.waits(self)
@@ -233,6 +207,8 @@ class Protocol(HttpToolsProtocol):
                 "a request with a body asks for an Upgrade, and this server speaks HTTP/1.1 alone; send it without the "
                 "Upgrade header (Java's HttpClient: version(HTTP_1_1))"
             )
+        if has_body and self.server_state.memory.tight:
+            self._bound_new()
         self._pending = self._pieces = 0
         self._phase = _Phase.BODY
         self.scope["extensions"] = {**extensions}
@@ -252,7 +228,10 @@ class Protocol(HttpToolsProtocol):
                 "larger chunks"
             )
         super().on_body(body)
+        self._arrived += len(body)
         self._make_room(self.server_state.bodies.add(self, len(body), self._address))
+        if self.server_state.memory.came(len(body)):
+            self._bound_large()
 
     def on_message_complete(self) -> None:
         """Of the parser: the last byte of a request."""
@@ -279,7 +258,7 @@ class Protocol(HttpToolsProtocol):
 
         async def receive() -> Any:
             message = await cycle.receive()
-            if cycle.more_body and self._refusal is not None:
+            if self._refusal is not None and (cycle.more_body or cycle is self._turned_away):
                 raise copy.copy(self._refusal)  # the handler's books are to say why it came to nothing
             return message
 
@@ -287,7 +266,8 @@ class Protocol(HttpToolsProtocol):
             if transport.is_closing():  # `connection_lost` is on its way
                 raise _Gone("the client has left")
             if not cycle.response_started:
-                self.server_state.bodies.release(self)
+                if self._told is not cycle:
+                    self.server_state.bodies.release(self)
                 if (body := message.pop(WHOLE, None)) is not None:
                     if self._may_write(cycle):
                         self._write_whole(cycle, message["status"], message["headers"], body)
@@ -304,8 +284,8 @@ class Protocol(HttpToolsProtocol):
                 cycle.keep_alive = True
             await cycle.send(message)
             self._wrote(len(message.get("body", b"")))
-            if early and isinstance(self._refusal, Overloaded):
-                self.transport.close()  # there is no room to wait
+            if early and self._has_no_room():
+                self.transport.close()
             elif early:
                 self._linger()
 
@@ -322,7 +302,7 @@ class Protocol(HttpToolsProtocol):
 
         extensions: dict[str, Any] = cycle.scope["extensions"]
         extensions[PIECE] = {"write": write}
-        extensions[DROPPED] = {"tell": partial(self.server_state.bodies.release, self)}
+        extensions[DROPPED] = {"tell": partial(self._keeps, cycle)}
         try:
             await app(cycle.scope, receive, send)
         except asyncio.CancelledError:
@@ -336,6 +316,9 @@ class Protocol(HttpToolsProtocol):
         finally:
             cycle.on_response = _nothing  # a cycle of references otherwise
             del extensions[PIECE], extensions[DROPPED]  # and others
+            if self._told is cycle:
+                self.server_state.bodies.release(self)
+                self._told, self._who, self._beside = None, "", 0
             if not cycle.response_complete and not cycle.disconnected:
                 self.transport.abort()
 
@@ -429,6 +412,31 @@ class Protocol(HttpToolsProtocol):
         else:
             self._refuse(error)
 
+    @property
+    def may_end(self) -> bool:
+        """Whether there is a request here that can end, or an answer that nobody reads."""
+        if self._deaf or self.transport.is_closing():
+            return False
+        if self._reads_body() or self.server_state.in_flight.works_on(self._task):
+            return True
+        return self._running is None and self.unread > 0
+
+    def held(self, beside: Mapping[object, int]) -> Held[Protocol]:
+        """What is known of what its request takes. `beside`: what others than the port count, by task."""
+        size = self.server_state.bodies.of(self) + self.unread + self._beside + beside.get(self._task, 0)
+        return Held(self._who or self._address, size, self)
+
+    def end(self, error: Overloaded) -> None:
+        """End what `may_end`, so that its memory comes back: with `error`, where it can still be told."""
+        if self._reads_body():
+            self.server_state.bodies.release(self)
+            self.give_way(error)
+        elif self.server_state.in_flight.works_on(self._task):
+            assert self._task is not None
+            self.server_state.in_flight.end(self._task, error)
+        else:
+            self.transport.abort()
+
     def leave(self) -> None:
         """The answer to the latest request is the last."""
         if self.cycle is not None and not self.cycle.response_complete:
@@ -443,14 +451,47 @@ class Protocol(HttpToolsProtocol):
     def _account(self, size: int) -> None:
         """Count `size` bytes that were made of the body. Raises Overloaded when it is this one that has to go."""
         self._make_room(self.server_state.bodies.add(self, size, self._address))
+        self._arrived += size
+        if self.server_state.memory.came(size):
+            self._bound_large()
         if self._refusal is not None:
             raise copy.copy(self._refusal)
+
+    def _bound_new(self) -> None:
+        """Before a body is read: raises MemoryShort where it is large, or where nothing is taken."""
+        memory = self.server_state.memory
+        if memory.critical and not self.url.startswith(OF_RUNNING):
+            raise memory.new()
+        if any(name == b"content-length" and int(value) > LARGE_BODY for name, value in self.headers):
+            raise memory.large()
+
+    def _bound_large(self) -> None:
+        """Where memory is tight nothing large comes in; where it is critical nothing more of what has been let in. What
+        is here of it goes at once, and not when its task has its turn: others come before."""
+        memory = self.server_state.memory
+        if self._deaf:
+            return
+        if self._arrived > LARGE_BODY:
+            error = memory.large()
+        elif memory.critical and self.server_state.in_flight.works_on(self._task):
+            error = memory.new()
+        else:
+            return
+        if self._running is self.cycle:  # else they count together with what the running one keeps, until that ends
+            self.server_state.bodies.release(self)
+        self.cycle.body = bytearray()
+        self.give_way(error)
+
+    def _keeps(self, cycle: RequestResponseCycle, kept: int, beside: int, who: str) -> None:
+        """What the handler of a request keeps of its body, until it has ended."""
+        self._told, self._beside, self._who = cycle, beside, who
+        self.server_state.bodies.keep(self, kept)
 
     def _inflated(self) -> None:
         """All of the body is made: from now on it gives way to nobody, and what comes after it may have to."""
         self.server_state.bodies.arrived(self)
 
-    def _make_room(self, largest: Protocol | None) -> None:
+    def _make_room(self, largest: Connection | None) -> None:
         while largest is not None:
             most = self._limits.max_body_memory
             text = f"bodies of requests take more than {most} bytes (--max-body-memory); try again, or send less"
@@ -481,6 +522,7 @@ class Protocol(HttpToolsProtocol):
             return
         if self._running is not None and not self._running.response_complete:
             # Its handler waits for the rest: it is told by `receive`, and gives the answer.
+            self._turned_away = self._running
             self._running.keep_alive = False
             self._running.message_event.set()
             self.loop.call_later(_LINGER_S, self._cut_short, self._running)
@@ -490,10 +532,16 @@ class Protocol(HttpToolsProtocol):
         lines.append((b"content-length", b"%d" % len(body)))
         self.transport.write(whole_answer(status, lines, body, close=True))
         self._forsake()
-        if isinstance(error, Overloaded):
-            self.transport.close()  # there is no room to wait
+        if self._has_no_room():
+            self.transport.close()
         else:
             self._linger()
+
+    def _has_no_room(self) -> bool:
+        """Whether this connection has to make room at once, and cannot wait for its client to read what it is told."""
+        if isinstance(self._refusal, MemoryShort):
+            return self.server_state.memory.critical
+        return isinstance(self._refusal, Overloaded)
 
     def _look(self, waited: float) -> None:
         """Whether a client that sends no more has left. Reading has ended, so nobody else notices before the next

@@ -21,7 +21,9 @@ from ..threads import running_pool
 from .admission import connections_within
 from .in_flight import InFlight
 from .limits import Limits
-from .protocol import PortState, Protocol
+from .memory import MemoryGuard
+from .port import PortState
+from .protocol import Protocol
 
 _log = logging.getLogger(__name__)
 _ABORT_GRACE_S = 2
@@ -37,7 +39,7 @@ class Server(uvicorn.Server):
 
     server_state: PortState
 
-    def __init__(self, app: FastAPI, limits: Limits) -> None:
+    def __init__(self, app: FastAPI, limits: Limits, memory: MemoryGuard, in_flight: InFlight) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -51,14 +53,16 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=_ABORT_GRACE_S,
             )
         )
-        self.server_state = PortState(limits)
+        self.server_state = PortState(limits, memory, in_flight)
         self.config.load()
         self.lifespan = self.config.lifespan_class(self.config)
         self._swept = 0.0
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second: uvicorn's Date header, and from time to time a look at all connections."""
+        """Ten times a second: uvicorn's Date header, a look at the memory, and from time to time one at all
+        connections."""
         now = asyncio.get_running_loop().time()
+        self.server_state.relieve()
         if now - self._swept >= self.server_state.limits.sweep_s:
             self._swept = now
             for connection in tuple(self.server_state.connections):
@@ -90,6 +94,7 @@ async def run_app(
     lame_duck_s: float = 0.0,
     in_flight: InFlight | None = None,
     limits: Limits | None = None,
+    memory: MemoryGuard | None = None,
     stop: asyncio.Event | None = None,
     on_started: Callable[[int], None] | None = None,
     on_drain: Callable[[], None] | None = None,
@@ -105,13 +110,16 @@ async def run_app(
     answered with `Connection: close`: who balances over several such processes hears of the end later than this one.
 
     `before_close` runs last, while the listener still answers: what a refused connection would tell peers must be
-    true by then. `on_started` gets the bound port (useful with port 0).
+    true by then. `on_started` gets the bound port (useful with port 0). `memory` is looked at while it serves, and
+    refuses by `in_flight`; what it takes at the start is no request's.
 
     Raises:
         ConfigError: the port cannot be bound.
     """
     stop = asyncio.Event() if stop is None else stop
     in_flight = InFlight() if in_flight is None else in_flight
+    memory = MemoryGuard() if memory is None else memory
+    in_flight.gate = memory.check_new
     again = asyncio.Event()
     lame_duck = 0.0
 
@@ -126,8 +134,9 @@ async def run_app(
     listener.listen(_BACKLOG)
     # As many as it would make by itself.
     loop.set_default_executor(running_pool(min(_MOST_THREADS, (os.cpu_count() or 1) + 4), "beside-loop"))
-    server = Server(app, _within_descriptors(limits or Limits()))
+    server = Server(app, _within_descriptors(limits or Limits()), memory, in_flight)
     await server.startup([listener])
+    memory.start()
     ticks = asyncio.ensure_future(server.main_loop())
     signals = (signal.SIGTERM, signal.SIGINT)
     for number in signals:
@@ -167,6 +176,7 @@ async def run_app(
         finally:
             ticks.cancel()
             await server.shutdown([listener])
+            memory.close()
 
 
 def _within_descriptors(limits: Limits) -> Limits:
@@ -193,7 +203,7 @@ async def beside(app: FastAPI | None, *, host: str, port: int) -> AsyncIterator[
         return
     listener = _bind(host, port, "--metrics-port")
     listener.listen(_BACKLOG)
-    server = Server(app, _SCRAPERS)
+    server = Server(app, _SCRAPERS, MemoryGuard(), InFlight())
     await server.startup([listener])
     body = asyncio.current_task()
     assert body is not None

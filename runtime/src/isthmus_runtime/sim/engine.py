@@ -26,7 +26,7 @@ from ..kv.groups import GroupPlan, max_len_that_fits
 from ..kv.plan import KvPlan
 from ..kv.pool import BlockPool
 from ..kv.prefix import BlockEvent
-from ..protocol import AbortCall, CommitCall, GenerateCall, PrefillAnswer, PrefillCall
+from ..protocol import AbortCall, CommitCall, GenerateCall, PrefillAnswer, PrefillCall, TicketCall
 from ..request import FinishReason, TokenChunk
 from ..router.policy import Endpoint
 from ..transfer.agent import TransferAgent
@@ -273,6 +273,12 @@ class VirtualEngine:
             case PrefillCall():
                 if self._claim(body.attempt, exchange, body.request.request_id, body.attempt):
                     self.loop.prefill(body.request.to_request(), body.attempt, body.ticket)
+                    if body.ticket is None:
+                        exchange.push(TokenChunk())
+            case TicketCall():
+                self.loop.ticket(body.ticket)
+                exchange.push({})
+                exchange.end()
             case CommitCall():
                 self.loop.commit(body)
                 exchange.push({})

@@ -64,6 +64,8 @@ class Scenario:
     dead_links: int = 0
     """Times during which no transfer ends."""
     drain_timeout_s: float = 3.0
+    early: bool = False
+    """Prefill begins beside decode's reservation, also where decode has no room."""
 
 
 def draw(seed: int) -> Scenario:
@@ -133,4 +135,5 @@ def draw(seed: int) -> Scenario:
         scale_downs=r.choice((0, 0, 0, 1, 2)),
         dead_links=r.choice((0, 0, 0, 1)),
         drain_timeout_s=r.choice((0.05, 3.0)),
+        early=r.random() < 0.5,
     )

@@ -1,8 +1,8 @@
 """The router in virtual time: the real policy, and the order of calls that `router/attempt.py` makes over HTTP.
 
 Per request: decode reserves and answers a ticket, prefill gets it, decode hears how that went (commit), tokens stream
-back. The first failure ends the other leg; before the first token the request is tried once more elsewhere, under a
-new attempt id.
+back. Or prefill begins `early`, beside decode's reservation, and the ticket follows. The first failure ends the other
+leg; before the first token the request is tried once more elsewhere, under a new attempt id.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ..errors import DeadlineExceeded, EngineFailed, Overloaded, RequestError
-from ..protocol import AbortCall, CommitCall, GenerateCall, PrefillAnswer, PrefillCall, Ticket, WireRequest
+from ..protocol import AbortCall, CommitCall, GenerateCall, PrefillAnswer, PrefillCall, Ticket, TicketCall, WireRequest
 from ..request import FinishReason, GenerateRequest, TokenChunk
 from ..router import policy
 from ..router.policy import Choice, Endpoint, Facts, Fleet, Load, Rules
@@ -33,6 +33,8 @@ class VirtualRouter:
         rules: Rules,
         epoch: str,
         discover: Callable[[], tuple[list[Endpoint], list[Endpoint]]],
+        *,
+        early: bool = False,
     ) -> None:
         self.clock = clock
         self.net = net
@@ -42,6 +44,7 @@ class VirtualRouter:
         self.turn = 0
         self.loads: dict[str, Load] = {}
         self.flights: dict[Flight, None] = {}
+        self.early = early
         self._discover = discover
         self.fleet: Fleet = policy.fleet((), ())
         self._watch()
@@ -114,6 +117,10 @@ class Flight:
         name = f"{self.request.request_id}.{self._tries}.{router.epoch}"
         attempt = name if prefill is not None else ""
         self._attempt = name
+        self._ticket: Ticket | None = None
+        self._waits: Callable[[], None] | None = None
+        self._told: int | None = None
+        self._owed = False
         router.clock.note("router", self.request.request_id, attempt, "->", prefill and prefill.url, decode.url)
         self._hold(decode.url, facts.decode_tokens)
         if prefill is not None:
@@ -131,15 +138,26 @@ class Flight:
             lambda item: self._from_decode(item, prefill, decode, attempt),
             lambda problem: self._decode_over(problem, decode),
         )
+        if prefill is not None and router.early:
+            self._call_prefill(None, prefill, decode, attempt)
 
     # ------------------------------------------------------------------------------------------------------ decode
 
     def _from_decode(self, item: object, prefill: Endpoint | None, decode: Endpoint, attempt: str) -> None:
         if isinstance(item, Ticket):
             assert prefill is not None
-            self._call_prefill(item, prefill, decode, attempt)
+            self._ticket = item
+            if not self.router.early:
+                self._call_prefill(item, prefill, decode, attempt)
+            elif self._waits is not None:
+                self._waits()
             return
         assert isinstance(item, TokenChunk)
+        if self._owed and item.token_ids:
+            self._owed = False
+            if item.token_ids[0] != self._told:
+                raise Violation(f"{attempt}: the client has {self._told} for the first token, decode {item.token_ids}")
+            item = item._replace(token_ids=item.token_ids[1:], logprobs=item.logprobs[1:])
         if item.error is not None and self._may_retry(item.error):
             self._retry(decode.url)
             return
@@ -177,16 +195,22 @@ class Flight:
 
     # ----------------------------------------------------------------------------------------------------- prefill
 
-    def _call_prefill(self, ticket: Ticket, prefill: Endpoint, decode: Endpoint, attempt: str) -> None:
+    def _call_prefill(self, ticket: Ticket | None, prefill: Endpoint, decode: Endpoint, attempt: str) -> None:
         answered: list[bool] = []
 
         def failed(error: RequestError) -> None:
-            if self._may_retry(error) and self._could_pair(prefill.url):
+            if ticket is None and self._told is None and isinstance(error, Overloaded):
+                self._when_reserved(attempt, lambda: self._call_prefill(self._ticket, prefill, decode, attempt))
+            elif self._may_retry(error) and self._could_pair(prefill.url):
                 self._retry(prefill.url)
             else:
-                self._tell(decode, attempt, False, error.stage or "prefill", error.message)
+                stage = error.stage or "prefill"
+                self._when_reserved(attempt, lambda: self._tell(decode, attempt, False, stage, error.message))
 
         def item(reply: object) -> None:
+            if isinstance(reply, TokenChunk) and reply.error is None:
+                self._when_reserved(attempt, lambda: self._early(reply, prefill, attempt))
+                return
             answered.append(True)
             self._prefill = None  # over: nothing to abort there
             if isinstance(reply, PrefillAnswer):
@@ -203,6 +227,32 @@ class Flight:
         call = PrefillCall(request=self._wire, attempt=attempt, ticket=ticket)
         self._prefill = self.router.net.call(prefill.url, call, item, over)
 
+    def _when_reserved(self, attempt: str, work: Callable[[], None]) -> None:
+        """Now, or when this attempt's ticket comes; after what waits already."""
+        before = self._waits
+
+        def both() -> None:
+            if before is not None:
+                before()
+            if self._attempt == attempt and not self._done:
+                work()
+
+        if self._ticket is None:
+            self._waits = both
+        else:
+            work()
+
+    def _early(self, chunk: TokenChunk, prefill: Endpoint, attempt: str) -> None:
+        """What prefill says before its answer: that the ticket may come, and the first token."""
+        assert self._ticket is not None
+        if not chunk.token_ids:
+            call = TicketCall(ticket=self._ticket)
+            self.router.net.call(prefill.url, call, lambda item: None, lambda problem: None)
+        elif not self._sent:
+            self._told, self._owed = chunk.token_ids[0], True
+            self._sent = 1
+            self._client.push(chunk)
+
     def _could_pair(self, without: str) -> bool:
         router = self.router
         choice = policy.choose(router.rules, router.fleet, router.loads, self._facts(frozenset((without,))))
@@ -215,7 +265,14 @@ class Flight:
             if problem:
                 self._decode_over(f"commit: {problem}", decode)
 
-        call = CommitCall(request_id=self.request.request_id, attempt=attempt, ok=ok, stage=stage, reason=reason)
+        call = CommitCall(
+            request_id=self.request.request_id,
+            attempt=attempt,
+            ok=ok,
+            stage=stage,
+            reason=reason,
+            first_token=self._told,
+        )
         self._commit = self.router.net.call(decode.url, call, lambda item: None, over)
 
     # --------------------------------------------------------------------------------------------------------- end

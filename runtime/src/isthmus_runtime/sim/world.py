@@ -129,7 +129,9 @@ class World:
             disaggregate_above=scenario.disaggregate_above,
             local_without_prefill=scenario.local_without_prefill,
         )
-        self.router = VirtualRouter(self.clock, self.net, rules, self._next_epoch(), self._discover)
+        self.router = VirtualRouter(
+            self.clock, self.net, rules, self._next_epoch(), self._discover, early=scenario.early
+        )
         self.net.servers["router"] = self.router
 
     def _discover(self) -> tuple[list[Endpoint], list[Endpoint]]:

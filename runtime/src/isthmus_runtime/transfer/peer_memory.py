@@ -14,6 +14,7 @@ import ctypes
 import importlib.util
 import logging
 import re
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -37,10 +38,17 @@ REFUSED_S = 30.0
 """For so long a peer that was read too slowly is not looked at again."""
 BATCH_BYTES = 128 << 20
 """Runs of about so many bytes end together: a third of a millisecond, and a poll of the thread that waits for it."""
+STUCK_S = 1.0
+"""192 MiB at a tenth of the floor take 30 ms: what takes longer than this does not end. All peers wait meanwhile."""
+LOOK_S = 0.0002
 _STREAMS = 4
 """Each has a part of a batch: between two copies of one stream the link stands still for a microsecond or two."""
 _HANDLE_BYTES = 64
 _OFFER = re.compile(r"([0-9a-f-]{36})/([0-9a-f]{32})/([0-9a-f]{128})/([0-9]{1,20})/([0-9]{1,20})")
+
+
+class StillMoving(RuntimeError):
+    """Something was submitted, and nobody will learn when it ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +222,7 @@ class PeerMemory:
 
         Raises:
             ValueError: it is on another host, is not reached by NVLink, or a run is beyond it.
-            RuntimeError: CUDA's, with what it said.
+            RuntimeError: CUDA's, with what it said. `StillMoving`: and a part of the batch is on its way for good.
         """
         mapping, address, nbytes = self._reach(offer)
         runs = shifted(batch.runs, base, address, nbytes)
@@ -227,8 +235,12 @@ class PeerMemory:
                     _call(self._cuda.cudaEventRecord(events[-1], stream))
         except RuntimeError:
             # Nobody will ask about the part that is on its way.
-            for stream in self._streams:
-                self._cuda.cudaStreamSynchronize(stream)
+            try:
+                for stream in self._streams:
+                    self._ended(stream)
+            except StillMoving:
+                mapping.flying += 1
+                raise
             for event in events:
                 self._cuda.cudaEventDestroy(event)
             raise
@@ -287,6 +299,11 @@ class PeerMemory:
                 why = f"its GPU is read at {gbps:.1f} GB/s, less than the {FLOOR_GBPS:g} that NVLink would do; use tcp"
                 self._refuse(offer, why)
                 raise ValueError(why)
+        except StillMoving as error:
+            # It stays mapped: what does not end may read it yet.
+            why = f"its GPU was not read within {STUCK_S:g} s"
+            self._refuse(offer, why)
+            raise ValueError(why) from error
         except BaseException:
             self._unmap(mapping)
             raise
@@ -311,11 +328,19 @@ class PeerMemory:
             if number:
                 copy_runs(cuda, [Run(source, self._scratch, nbytes)], stream)
             _call(cuda.cudaEventRecord(mark, stream))
-        _call(cuda.cudaStreamSynchronize(stream))
+        self._ended(stream)
         times = [float(_call(cuda.cudaEventElapsedTime(one, next_))) for one, next_ in pairwise(marks)]
         for mark in marks:
             cuda.cudaEventDestroy(mark)
         return nbytes / min(times) / 1e6
+
+    def _ended(self, stream: Any) -> None:
+        """Wait until all of a stream has ended, or failed. StillMoving: it has not within STUCK_S."""
+        until, pause = self.clock() + STUCK_S, threading.Event()
+        while self._cuda.cudaStreamQuery(stream)[0] == self._cuda.cudaError_t.cudaErrorNotReady:
+            if self.clock() >= until:
+                raise StillMoving(f"a copy to another GPU has not ended within {STUCK_S:g} s")
+            pause.wait(LOOK_S)
 
     def _unmap(self, mapping: _Mapping) -> None:
         code = self._cuda.cudaIpcCloseMemHandle(mapping.address)[0]

@@ -49,7 +49,7 @@ def choose_transport(
     """(transport, Mooncake protocol) for a request of auto | rdma | nvlink | tcp. Over NVLink only records go by it.
 
     `nvlink`: this process sees another GPU that NVLink joins to its own. Its peer may be elsewhere all the same: what
-    reaches other hosts goes first.
+    reaches other hosts goes first, be it TCP where that is allowed.
 
     Raises:
         ConfigError: an explicit transport is not available here, or auto would settle for less than the device needs.
@@ -69,7 +69,7 @@ def choose_transport(
         raise ConfigError(f"--transfer-transport {asked!r} is unknown; allowed: auto, rdma, nvlink, tcp")
     if rdma_devices:
         return "rdma", "rdma"
-    if gpu and nvlink:
+    if gpu and nvlink and fallback != "allow-tcp":
         return "nvlink", "tcp"
     if gpu and fallback != "allow-tcp":
         raise ConfigError("--transfer-transport auto found neither NVLink nor RDMA; --transfer-fallback allow-tcp")

@@ -28,7 +28,7 @@ from ..threads import guarded
 from .bounded import TookTooLong, run_bounded, split_address
 from .handshakes import Handshakes, started
 from .native_engine import POLL_S
-from .peer_memory import IDLE_S, Batch, Copy, PeerMemory
+from .peer_memory import IDLE_S, Batch, Copy, PeerMemory, StillMoving
 from .peers import Peer, Peers
 from .sockets import stuck_bytes_to
 from .transport import DONE, FAILED, Run
@@ -175,7 +175,8 @@ class Writes:
             self._wake.notify()
 
     def close(self, timeout_s: float) -> bool:
-        """Stop. False: a transfer has not ended within `timeout_s`, and may still read this process's memory."""
+        """Submit nothing more, and stop when what is in flight has ended. False: it has not within `timeout_s`, and may
+        still read this process's memory."""
         ends_at = time.monotonic() + timeout_s
         with self._wake:
             self._closing = True
@@ -186,7 +187,7 @@ class Writes:
             run_bounded(self._handshakes.close, max(0.0, ends_at - time.monotonic()), "transfer-close")
         except TookTooLong:
             return False
-        if self._thread.is_alive():
+        if self._thread.is_alive() or any(op.flying or op.lost for op in self._ops):
             return False
         self._engine = None
         return True
@@ -199,7 +200,7 @@ class Writes:
                 if not (self._calls or self._new or self._closing):
                     self._wake.wait(self._pause())
                 if self._closing:
-                    return
+                    break
                 calls, self._calls = self._calls, []
                 while self._later and self._later[0][0] <= self._clock():
                     calls.append(heapq.heappop(self._later)[2])
@@ -212,6 +213,18 @@ class Writes:
                     self._advance(op)
                 except Exception as error:  # of one operation: this thread has those of all peers
                     self._lose(op, error)
+        self._see_off()
+
+    def _see_off(self) -> None:
+        """Look at what is in flight until it has ended: it reads memory that this process is about to give back."""
+        while moving := [op for op in self._ops if op.flying and not op.lost]:
+            for op in moving:
+                try:
+                    self._look(op)
+                except Exception as error:
+                    self._lose(op, error)
+            with self._wake:
+                self._wake.wait(POLL_S)
 
     def _pause(self) -> float | None:
         moving = [op for op in self._ops if op.flying and not op.lost]
@@ -224,9 +237,8 @@ class Writes:
         due = min(ends + [at for at, _, _ in self._later[:1]], default=None)
         return None if due is None else max(0.0, due - self._clock())
 
-    def _advance(self, op: Write) -> None:
-        if op.lost:
-            return
+    def _look(self, op: Write) -> None:
+        """See what of it has ended."""
         for transfer, run in tuple(op.flying.items()):
             status = transfer.status() if isinstance(transfer, Copy) else self._engine.transfer_check_status(transfer)
             if status == DONE:
@@ -238,6 +250,11 @@ class Writes:
                 op.broken = True
                 self._stop(op, f"write of {run.nbytes} bytes to {op.peer.session} failed")
                 self._peers.doubt(op.peer)
+
+    def _advance(self, op: Write) -> None:
+        if op.lost:
+            return
+        self._look(op)
         if not op.asking:
             self._fly(op)
         if not (op.asking or op.flying or op.waiting):
@@ -263,6 +280,8 @@ class Writes:
             transfer: int | Copy = 0
             try:
                 transfer = self._submit(op, run)
+            except StillMoving:
+                raise
             except Exception as error:  # what one peer's ticket says ends its own transfer, and no other
                 problem = f"cannot be written to: {error!r}"
             if isinstance(transfer, Copy) or started(transfer):

@@ -1,0 +1,101 @@
+"""What the connections of one port share: their books, and who has to go."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any, Protocol, cast
+
+from uvicorn.server import ServerState
+
+from ..errors import Overloaded
+from .admission import BodyBudget, Connections
+from .in_flight import InFlight
+from .limits import Limits
+from .memory import MemoryGuard
+from .pressure import Held, who_gives_way
+
+_log = logging.getLogger(__name__)
+
+_LOOKS = 16
+"""What is unread is summed up after each so-manieth part of its bound that was written and not read at once."""
+
+
+class Connection(Protocol):
+    """One of a port, as its books know it (`protocol.py`)."""
+
+    transport: asyncio.Transport
+
+    @property
+    def unread(self) -> int:
+        """Bytes of answers that wait for the client to read."""
+
+    @property
+    def may_end(self) -> bool:
+        """Whether there is a request that can end, or an answer that nobody reads."""
+
+    def held(self, beside: Mapping[object, int]) -> Held[Any]:
+        """What is known of what its request takes. `beside`: what others than the port count, by task."""
+
+    def give_way(self, error: Overloaded) -> None:
+        """Make room for others."""
+
+    def end(self, error: Overloaded) -> None:
+        """End what `may_end`, so that its memory comes back: with `error`, where it can still be told."""
+
+
+class PortState(ServerState):
+    """What the connections of one port share."""
+
+    def __init__(self, limits: Limits, memory: MemoryGuard, in_flight: InFlight) -> None:
+        """`in_flight`: the requests of the port."""
+        super().__init__()
+        self.limits = limits
+        self.memory = memory
+        self.in_flight = in_flight
+        self.table: Connections[Connection] = Connections(limits.max_connections, limits.max_connections_per_address)
+        self.bodies: BodyBudget[Connection] = BodyBudget(limits.max_body_memory)
+        self.leaving = False
+        """The next answer on each connection is its last, and says so."""
+        self._written = 0
+        """Bytes that were not read at once, of what was written since `bound_unread`."""
+
+    def wrote(self, size: int) -> None:
+        """So many bytes more that wait to be read, if not so many: by and by all are looked at."""
+        self._written += size
+        if self._written > self.limits.max_unread // _LOOKS:
+            self.bound_unread()
+
+    def bound_unread(self) -> None:
+        """End the connections with most that is unread until the rest is within its bound: a handler that has answered
+        is gone, and whoever reads nothing would keep answers here as long as he likes."""
+        self._written = 0
+        held = [(c.unread, c) for c in self._all if c.unread]
+        left = sum(size for size, _ in held)
+        if left <= (most := self.limits.max_unread):
+            return
+        ended = 0
+        for size, connection in sorted(held, key=lambda one: -one[0]):
+            if left <= most:
+                break
+            connection.transport.abort()
+            left -= size
+            ended += 1
+        _log.warning("ended %d connections whose clients had most unread: more than %d bytes in all", ended, most)
+
+    def relieve(self) -> None:
+        """Look at the memory of the process, and end requests of which most comes back where that has to be."""
+        works = bool(len(self.in_flight) or self.bodies.used)
+        if self.memory.due(works=works):
+            # Answers that nobody reads are requests', too.
+            self.memory.look(idle=not works and not any(one.unread for one in self._all))
+        if self.memory.may_end():
+            beside = self.memory.beside()
+            held = [one.held(beside) for one in self._all if one.may_end]
+            for one in who_gives_way(held, self.memory.excess):
+                one.request.end(self.memory.ended(one.size))
+
+    @property
+    def _all(self) -> set[Connection]:
+        return cast("set[Connection]", self.connections)
