@@ -51,8 +51,14 @@ VALUES = st.recursive(
 )
 
 
+TEXTS = st.text(alphabet='"\\{}[]a<\U0001f642', max_size=12)
+"""What could be mistaken for marks."""
+
+
 @given(
-    value=VALUES | st.fixed_dictionaries({"items": VALUES | st.lists(VALUES), "kind": st.text(), "z": VALUES}),
+    value=VALUES
+    | st.fixed_dictionaries({"items": st.lists(TEXTS | st.fixed_dictionaries({"x": TEXTS | VALUES}))})
+    | st.fixed_dictionaries({"items": VALUES | st.lists(VALUES), "kind": st.text(), "z": VALUES}),
     indent=st.sampled_from([None, 1]),
     ascii=st.booleans(),
     ends=st.lists(st.integers(min_value=0, max_value=200), max_size=20),
