@@ -378,6 +378,14 @@ def test_what_has_no_place_to_be_cut_is_bounded_by_what_a_context_is_worth(token
         (r"(?:a|a)*b", False),
         (r"(a?){20}b", False),
         (r"\w*\w*+\w*?b", False),
+        (r" ?(?<x>\p{L}\g<x>|\p{L}\g<x>|)\d| ?\p{L}+|.", False),
+        (r"\p{L}+\p{L}+\d|.", False),
+        (r"\p{L}+\p{L}+(\d)|.", False),
+        (r" ?\p{L}+\p{L}?\p{L}?\p{L}?\p{L}*\d|.", False),
+        (r"a?a?a?a?a?a?b+|.", False),
+        (r" ?\p{L}{0,99}\p{L}{0,99}\p{L}{0,99}\d|.", False),
+        (r"(?x)[ ]?(\p{L}+) +\d|.", False),
+        *((pattern, True) for pattern in PATTERNS),
     ],
 )
 def test_what_may_try_a_text_in_many_ways_is_told_by_its_form(pattern, steady):
@@ -385,6 +393,8 @@ def test_what_may_try_a_text_in_many_ways_is_told_by_its_form(pattern, steady):
         [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
     )
     made = byte_level_bpe(["a b"], step=step)
+    within = {"type": "Sequence", "pretokenizers": [json.loads(made.to_str())["pre_tokenizer"]]}
+    assert is_steady({"pre_tokenizer": within}) is steady
     assert is_steady(json.loads(made.to_str())) is steady
     assert loaded(made).surely_fits("a b", 100, special=False) is steady, "and no engine gets it as text"
 

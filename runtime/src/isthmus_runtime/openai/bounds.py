@@ -89,27 +89,51 @@ def growth(tokenizer: Mapping[str, Any]) -> int | None:
 
 
 def is_steady(tokenizer: Mapping[str, Any]) -> bool:
-    """Whether no expression of a tokenizer.json may take long over a short text, as far as its form tells. One match of
-    the library takes some tenths of a second at most, and a text may have one at each word."""
-    steps = [
-        _parts(tokenizer.get(name), {"pre_tokenizer": "pretokenizers"}.get(name, "normalizers"))
-        for name in ("pre_tokenizer", "normalizer")
-    ]
-    found = [(part.get("pattern") or {}).get("Regex") for several in steps for part in several]
-    return all(map(_is_plain, filter(None, found)))
+    """Whether the expressions of a tokenizer.json have a form that never takes long over a short text. One match of the
+    library takes some tenths of a second at most, and a text may have one at each word."""
+    return all(map(_is_plain, _expressions([tokenizer.get("pre_tokenizer"), tokenizer.get("normalizer")])))
 
 
-_ATOM = re.compile(r"\\[pP]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\]", re.S)
-_QUANTIFIER = re.compile(r"[*+]|\{\d+,\}")
+def _expressions(value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        found = value.get("Regex")
+        if isinstance(found, str):
+            yield found
+        value = list(value.values())
+    if isinstance(value, list):
+        for inner in value:
+            yield from _expressions(inner)
+
+
+_UNSURE = re.compile(r"\\[gkGK\d]|\(\?(?!i:|:|=|!|<=|<!)")
+"""Calls, references, names, conditions, options: what repeats without looking so."""
+_ATOM = re.compile(r"\\[pP]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|\[:\w+:\]|&(?!&)|[^\]\\\[&])*\]|[^|()?*+{}\[\]\\]", re.S)
+_PLAIN_GROUP = re.compile(r"\((?:\?(?:i:|:|=|!|<=|<!))?x+(?:\|x+)*\)")
+_PLAIN = re.compile(r"(?:[xy](?:\?|\{\d(?:,\d)?\})?)*?(?:(?:[xy][*+])?y?|(?:x[*+]){2}(?:[xy]\?)?)")
+"""What stands for itself, or may be missing; then one repetition, or two with nothing behind them that must be there:
+what comes after those is tried in as many ways as a text has letters, and squared where the next one begins anew."""
+_MOST_CHOICES = 3
+"""Parts that may be missing, of one alternative: each doubles the ways."""
 
 
 def _is_plain(pattern: str) -> bool:
-    """Without a group that is repeated, and with two repetitions without an end in a row at most: more than that may
-    be tried in far more ways than a text has letters."""
-    bare = re.sub(r"([*+}])[+?]", r"\1", _ATOM.sub("x", pattern))
-    if re.search(r"\)(?:[*+]|\{)", bare):
+    if _UNSURE.search(pattern):
         return False
-    return all(len(_QUANTIFIER.findall(row)) <= 2 for row in re.split(r"[|()]", bare))
+    form = _PLAIN_GROUP.sub("y", re.sub(r"([*+}])[+?]", r"\1", _masked(pattern)))
+    return all(
+        _PLAIN.fullmatch(one) is not None and len(re.findall(r"\?|\{", one)) <= _MOST_CHOICES for one in form.split("|")
+    )
+
+
+def _masked(pattern: str) -> str:
+    """With an x for each letter or class."""
+    head = re.compile(r"\(\?(?:i:|:|=|!|<=|<!)|[*+?]|\{\d+(?:,\d*)?\}")
+    made, at = "", 0
+    while at < len(pattern):
+        found = head.match(pattern, at) or _ATOM.match(pattern, at)
+        made += pattern[at] if found is None else found[0] if found.re is head else "x"
+        at = at + 1 if found is None else found.end()
+    return made
 
 
 def _parts(step: Any, name: str) -> Sequence[Mapping[str, Any]]:
