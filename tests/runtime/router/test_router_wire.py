@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from isthmus_runtime.protocol import Ticket, TicketCall
 from isthmus_runtime.router import wire
+from isthmus_runtime.router.links import Links
 from isthmus_runtime.router.wire import BadAnswer, Wire
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -235,3 +237,15 @@ def test_idle_connections_grow_old(monkeypatch):
             await until(lambda: not server.open)
 
     run(main())
+
+
+def test_a_ticket_that_an_engine_refuses_is_told_in_the_log(caplog):
+    async def main():
+        server = Server((sized(b'{"error": {"message": "no such attempt"}}', b"404 Not Found"),))
+        async with server.serve() as (url, _):
+            links = Links()
+            links.ticket(url, TicketCall(ticket=Ticket(mode="memory", attempt="a-1", layout_digest="d")))
+            await links.close()
+
+    run(main())
+    assert "the ticket of attempt a-1 was refused by http" in caplog.text and "no such attempt" in caplog.text

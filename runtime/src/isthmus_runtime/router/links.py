@@ -118,9 +118,12 @@ class Links:
 
     async def _told(self, url: str, path: str, call: _Call, what: str) -> None:
         try:
-            await self._control(url, path, call)
+            status, raw = await self._control(url, path, call)
         except LOST as e:
             _log.warning("%s did not reach %s: %s", what, url, str(e) or type(e).__name__)
+            return
+        if status != 200:
+            _log.warning("%s was refused by %s: %s", what, url, refusal(status, raw, "", url))
 
     async def _control(
         self,
