@@ -206,3 +206,84 @@ def test_where_one_place_is_left_for_a_while_all_are_given_again_afterwards() ->
         await asyncio.gather(*tasks)
 
     asyncio.run(main())
+
+
+def test_who_comes_to_threads_that_all_work_long_has_a_turn_before_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns_module, "TURN_S", -1.0)
+    monkeypatch.setattr(turns_module, "MOST_WORK_S", 20.0)
+
+    async def main() -> None:
+        threads = ThreadsInTurns(2, "test", 8, "wait")
+        served = threading.Event()
+
+        def long(begun: threading.Event) -> str:
+            begun.set()
+            while not served.is_set():
+                go_on()
+            return "long"
+
+        gates = [threading.Event(), threading.Event()]
+        works = [asyncio.create_task(threads.do(who, long, gate)) for who, gate in zip("ab", gates, strict=True)]
+        for gate in gates:
+            assert await asyncio.to_thread(gate.wait, 60)
+        await asyncio.wait_for(threads.do("c", lambda _: served.set(), None), 60)
+        assert await asyncio.wait_for(asyncio.gather(*works), 60) == ["long", "long"]
+
+    asyncio.run(main())
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    works=st.lists(
+        st.tuples(st.sampled_from("abcde"), st.integers(0, 6), st.sampled_from(["", "leaves", "fails"])), max_size=24
+    ),
+    most=st.integers(1, 12),
+    count=st.integers(1, 4),
+)
+def test_every_work_ends_once_and_no_turn_is_lost(works: list[tuple[str, int, str]], most: int, count: int) -> None:
+    async def main() -> None:
+        threads, working = ThreadsInTurns(count, "test", most, "wait"), set[int]()
+        together: list[int] = []
+
+        def work(what: tuple[int, int, str]) -> int:
+            number, steps, end = what
+            for _ in range(steps):
+                working.add(number)
+                together.append(len(working))
+                working.discard(number)
+                go_on()
+            if end == "fails":
+                raise InvalidRequest("as it was told to")
+            return number
+
+        tasks = [
+            asyncio.create_task(threads.do(who, work, (number, steps, end)))
+            for number, (who, steps, end) in enumerate(works)
+        ]
+        for task, (_, steps, end) in zip(tasks, works, strict=True):
+            if end == "leaves":
+                for _ in range(steps):
+                    await asyncio.sleep(0)
+                task.cancel()
+        ends = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+        for number, (found, (_, _, end)) in enumerate(zip(ends, works, strict=True)):
+            allowed = {
+                "": Overloaded,
+                "leaves": (asyncio.CancelledError, Overloaded),
+                "fails": (InvalidRequest, Overloaded),
+            }
+            assert found == number if isinstance(found, int) else isinstance(found, allowed[end]), found
+        assert max(together, default=0) <= count
+        for _ in range(1000):  # threads whose client has left end by themselves
+            if not threads._begun._having and not threads._turns._having:
+                break
+            await asyncio.sleep(0.01)
+        for turns in (threads._begun, threads._turns):
+            assert not turns._having and not turns._waiting
+
+    before = turns_module.TURN_S
+    turns_module.TURN_S = -1.0
+    try:
+        asyncio.run(main())
+    finally:
+        turns_module.TURN_S = before

@@ -9,6 +9,7 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TypeVar
 
 from .errors import Cancelled, InvalidRequest, Overloaded, RequestError
@@ -18,6 +19,11 @@ _log = logging.getLogger(__name__)
 MOST_WORK_S = 60.0
 """Of a processor, that a thread works for one request. The longest texts that are taken need a sixth of it, and more
 where processors are slow."""
+TURN_S = 1.0
+"""Of a processor, after which others who wait have the place, and the rest of the work another turn."""
+_PAUSED = 3
+"""Works that may be paused, for each place: threads that wait."""
+_LOOK_S = 1.0
 _A = TypeVar("_A")
 _M = TypeVar("_M")
 
@@ -26,11 +32,18 @@ class Turns:
     """A lock, or a few of them, that nobody gets more of by asking more often. Belongs to one event loop."""
 
     def __init__(
-        self, most: int, what: str, places: int = 1, *, one_by_one: Callable[[], bool] = lambda: False
+        self,
+        most: int,
+        what: str,
+        places: int = 1,
+        *,
+        each: int = 0,
+        one_by_one: Callable[[], bool] = lambda: False,
     ) -> None:
         """`most`: how many may wait. `what` they wait for, in the refusal of others. `places`: how many have a turn at
-        a time; of several, one client never has all. `one_by_one`: whether there is one place now, whatever `places`
-        says."""
+        a time; of several, one client never has all, or only `each`. `one_by_one`: whether there is one place now,
+        whatever `places` says."""
+        self._each = each
         self._one_by_one = one_by_one
         self._most = most
         self._what = what
@@ -69,7 +82,12 @@ class Turns:
 
     def _may(self, who: str) -> bool:
         places = 1 if self._one_by_one() else self._places
-        return self._having.total() < places and self._having[who] < max(1, places - 1)
+        each = min(self._each or places, max(1, places - 1))
+        return self._having.total() < places and self._having[who] < each
+
+    def others_wait(self, who: str) -> bool:
+        """Whether somebody but client `who` does. From any thread."""
+        return len(self._waiting) > (who in self._waiting)
 
     async def _wait(self, who: str) -> None:
         self._make_room(who)
@@ -125,28 +143,57 @@ class Turns:
             self._waiting.pop(who, None)
 
 
-class _Work(threading.local):
-    """What this thread does for somebody. left: set when nobody waits for it; until: seconds of this thread."""
+class _Task:
+    """What a thread does for somebody, in one turn or several."""
 
-    left: threading.Event | None = None
-    until = 0.0
+    def __init__(self, who: str, pause: Callable[[_Task], None] | None) -> None:
+        """`pause`: where it may be, waits on its thread for another turn."""
+        self.who = who
+        self.left = threading.Event()
+        """Nobody waits for it."""
+        self.go = threading.Event()
+        """It has its next turn, or no more of them: `refusal` says why."""
+        self.refusal: RequestError | None = None
+        self.has_turn = True
+        self._pause = pause
+        self._turn_ends = self._ends = 0.0
+
+    def begin(self) -> None:
+        """On its thread, as is `look`."""
+        now = time.thread_time()
+        self._turn_ends, self._ends = now + TURN_S, now + MOST_WORK_S
+
+    def look(self, others_wait: bool) -> None:
+        """Pause where its turn is over and others wait. Raises as `go_on`."""
+        if self.left.is_set():
+            raise Cancelled("nobody waits for this any more")
+        now = time.thread_time()
+        if now > self._ends:
+            raise InvalidRequest(
+                f"the request's texts take more than {MOST_WORK_S:g} s of a processor to be tokenised: send fewer or "
+                "shorter ones in a request"
+            )
+        if now > self._turn_ends and others_wait and self._pause is not None:
+            self._pause(self)
+            self._turn_ends = now + TURN_S
+
+
+class _Work(threading.local):
+    """What this thread does for somebody, and whether others wait."""
+
+    task: _Task | None = None
+    others_wait: Callable[[str], bool]
 
 
 _work = _Work()
 
 
 def go_on() -> None:
-    """Called now and then by what may take long. Cancelled where nobody waits for this thread's work any more, and
-    InvalidRequest where it has taken too long; on a thread that works for nobody in turns, nothing."""
-    if _work.left is None:
-        return
-    if _work.left.is_set():
-        raise Cancelled("nobody waits for this any more")
-    if time.thread_time() > _work.until:
-        raise InvalidRequest(
-            f"the request's texts take more than {MOST_WORK_S:g} s of a processor to be tokenised: send fewer or "
-            "shorter ones in a request"
-        )
+    """Called now and then by what may take long: others have a turn meanwhile. Cancelled where nobody waits for this
+    thread's work any more, and InvalidRequest where it has taken too long; on a thread that works for nobody in turns,
+    nothing."""
+    if (task := _work.task) is not None:
+        task.look(_work.others_wait(task.who))
 
 
 class ThreadsInTurns:
@@ -155,30 +202,43 @@ class ThreadsInTurns:
     def __init__(
         self, count: int, name: str, most: int, what: str, *, one_by_one: Callable[[], bool] = lambda: False
     ) -> None:
-        """`count` threads, called `name`_N; of the rest see `Turns`."""
+        """`count` works at a time, on threads called `name`_N; of the rest see `Turns`. Of several a work is paused
+        where it is long: one client has all but one of `count`, the paused ones among them."""
         self._turns = Turns(most, what, count, one_by_one=one_by_one)
-        self._threads = running_pool(count, name)
+        threads = count if count == 1 else count * (1 + _PAUSED)
+        self._begun = Turns(most, what, threads, each=max(1, count - 1))
+        self._pauses = threads > count
+        self._threads = running_pool(threads, name)
 
     async def do(self, who: str, make: Callable[[_A], _M], what: _A) -> _M:
         """What `make` makes of `what`, on a thread. Overloaded as of `Turns.take`.
 
-        The turn lasts as long as the thread works, which goes on until it asks whether to (`go_on`) when its client has
-        left, or it has worked for MOST_WORK_S.
+        The thread goes on until it asks whether to (`go_on`) when its client has left, or it has worked for
+        MOST_WORK_S.
         """
-        await self._turns.take(who)
-        left = threading.Event()
+        await self._begun.take(who)
+        try:
+            await self._turns.take(who)
+        except BaseException:
+            self._begun.give_back(who)
+            raise
+        loop = asyncio.get_running_loop()
+        task = _Task(who, partial(self._pause, loop) if self._pauses else None)
 
         def make_it() -> _M:
-            _work.left, _work.until = left, time.thread_time() + MOST_WORK_S
+            _work.task, _work.others_wait = task, self._turns.others_wait
+            task.begin()
             try:
                 return make(what)
             finally:
-                _work.left = None
+                _work.task = None
 
-        work = asyncio.get_running_loop().run_in_executor(self._threads, make_it)
+        work = loop.run_in_executor(self._threads, make_it)
 
         def over(work: asyncio.Future[_M]) -> None:
-            self._turns.give_back(who)
+            if task.has_turn:
+                self._turns.give_back(who)
+            self._begun.give_back(who)
             error = None if work.cancelled() else work.exception()
             if error is not None and not isinstance(error, RequestError):
                 # Whoever asked may have left, and then nobody else tells.
@@ -188,5 +248,29 @@ class ThreadsInTurns:
         try:
             return await asyncio.shield(work)
         finally:
-            left.set()
+            task.left.set()
             del work  # an error of it holds this frame, and would be held by it
+
+    def _pause(self, loop: asyncio.AbstractEventLoop, task: _Task) -> None:
+        """On the task's thread: until its next turn. Raises what `Turns.take` does."""
+        task.go.clear()
+        loop.call_soon_threadsafe(self._give_place, task)
+        while not task.go.wait(_LOOK_S):
+            if loop.is_closed():
+                raise Cancelled("the server has ended")
+        if task.refusal is not None:
+            raise task.refusal
+
+    def _give_place(self, task: _Task) -> None:
+        self._turns.give_back(task.who)
+        task.has_turn = False
+        again = asyncio.ensure_future(self._turns.take(task.who))
+
+        def given(again: asyncio.Future[None]) -> None:
+            error = None if again.cancelled() else again.exception()
+            task.has_turn = error is None and not again.cancelled()
+            if not task.has_turn:
+                task.refusal = error if isinstance(error, RequestError) else Cancelled("the server ends")
+            task.go.set()
+
+        again.add_done_callback(given)

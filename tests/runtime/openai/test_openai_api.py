@@ -366,6 +366,25 @@ def test_prompts_that_answers_repeat_have_a_budget(serve, run, monkeypatch, prom
     run(main())
 
 
+def test_what_a_request_keeps_of_its_body_has_a_budget(serve, run, monkeypatch):
+    """Not the budget of bodies that arrive: requests that wait would leave no room for others'."""
+    monkeypatch.setattr(app, "_MUCH_KEPT", 0)
+    budget = score_budget.kept_budget()
+    monkeypatch.setattr(app, "kept_budget", lambda: budget)
+
+    async def main():
+        async with serve(lambda request: [65, 2]) as api, aiohttp.ClientSession() as http:
+            body = {"model": "tiny", "input": "a", "metadata": {"k": "v" * 500}}
+            for left, status in ((500, 429), (4000, 200)):
+                with budget.holding(score_budget.MAX_KEPT_HELD - left):
+                    async with http.post(f"{api.url}/v1/responses", json=body) as answer:
+                        text = await answer.text()
+                assert answer.status == status and (status == 200 or "bytes of texts, structures" in text), text
+            assert budget.held == 0
+
+    run(main())
+
+
 def test_ids_that_a_request_allows_are_counted_with_its_prompt(serve, run, monkeypatch):
     """65,536 took 2.4 MB of each request that waited."""
     monkeypatch.setattr(app, "_MANY_TOKENS", 50)

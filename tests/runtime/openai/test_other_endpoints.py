@@ -241,6 +241,17 @@ def test_messages_refuses_by_name(serve, run, tokenizer, more, param):
     run(main())
 
 
+@pytest.mark.parametrize("kind", [[], {}, None, 1, "some"])
+def test_a_choice_of_tools_that_is_none_is_refused(serve, run, caller, kind):
+    async def main():
+        async with serve(spell(caller, "a"), used=caller) as api:
+            body = {"max_tokens": 3, "messages": HELLO, "tool_choice": {"type": kind}}
+            status, answer = await events(api, "/v1/messages", body)
+            assert status == 400 and "tool_choice.type" in answer["error"]["message"], answer
+
+    run(main())
+
+
 def test_a_failed_call_of_a_tool_is_told_as_one(serve, run, caller):
     async def main():
         async with serve(spell(caller, "a"), used=caller) as api:

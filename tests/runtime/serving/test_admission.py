@@ -47,7 +47,7 @@ def test_connections_never_exceed_their_bounds(most, of_address, steps):
         assert all(sum(n % 2 == side for n in there) <= of_address for side in (0, 1))
 
 
-STEPS = st.tuples(st.sampled_from(["add", "arrived", "keep", "release"]), NAMES, st.integers(0, 30))
+STEPS = st.tuples(st.sampled_from(["add", "arrived", "release"]), NAMES, st.integers(0, 30))
 
 
 @given(st.integers(4, 50), st.booleans(), st.lists(STEPS))
@@ -72,10 +72,6 @@ def test_bodies_never_exceed_their_budget_while_one_can_give_way(most, known, st
                 leaver = budget.excess()
         elif step == "arrived":
             budget.arrived(name)
-            arriving.discard(name)
-        elif step == "keep" and name in held and of(address(name)) + size <= share and budget.used + size <= most:
-            budget.keep(name, size)
-            held[name] = size
             arriving.discard(name)
         elif step == "release":
             budget.release(name)

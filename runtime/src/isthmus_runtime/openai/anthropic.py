@@ -179,7 +179,7 @@ def _choice(choice: dict[str, Any]) -> dict[str, Any]:
     parallel = {"parallel_tool_calls": False} if choice.get("disable_parallel_tool_use") else {}
     if kind == "tool":
         return {"tool_choice": {"type": "function", "function": {"name": choice.get("name")}}, **parallel}
-    if kind not in _CHOICES:
+    if not isinstance(kind, str) or kind not in _CHOICES:
         raise InvalidRequest(f"tool_choice.type: {kind!r} is not supported", param="tool_choice.type")
     return {"tool_choice": _CHOICES[kind], **parallel}
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from sys import getsizeof
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -39,7 +40,7 @@ from .ranking import Ranker, Ranking, RerankRequest, ScoreRequest, Scores
 from .reference import Chat, Completion, Model, ModelList
 from .responses import Response, ResponsesRequest
 from .schema import ChatRequest, CompletionRequest, chat_request
-from .score_budget import ScoreBudget, echo_budget, token_budget, vector_budget
+from .score_budget import ScoreBudget, echo_budget, kept_budget, token_budget, vector_budget
 from .sse import Usage
 from .tenants import Tenant
 from .tenants_file import TenantsFile
@@ -61,6 +62,8 @@ have."""
 _ID_BYTES = 8
 _MUCH_ECHO = 1 << 16
 """Bytes that an answer repeats; fewer are not counted among those of all requests."""
+_MUCH_KEPT = 1 << 14
+"""The same of what is kept of a body."""
 
 BODIES: tuple[type[BaseModel], ...] = (
     ChatRequest,
@@ -223,6 +226,7 @@ class _Api:
         self._numbers = vector_budget()
         self._tokens = token_budget()
         self._echoes = echo_budget()
+        self._kept = kept_budget()
         self._tokenizer = tokenizer
         self._keys = Keys(config.api_key, config.tenants, clock)
         self._tenants = config.tenants
@@ -326,8 +330,12 @@ class _Api:
         who = whose(call, progress.tenant)
         tokens = sum(len(request.prompt_token_ids) for request in job.requests[:: job.n])
         echoed = sum(echo.bytes_held for echo in job.echoes)
-        call.drop(_kept(job), tokens * _ID_BYTES + echoed, who)
-        with self._echoes.holding(echoed if echoed > _MUCH_ECHO else 0, who):
+        kept = _kept(job)
+        call.drop(kept + tokens * _ID_BYTES + echoed, who)
+        with (
+            self._kept.holding(kept if kept > _MUCH_KEPT else 0, who),
+            self._echoes.holding(echoed if echoed > _MUCH_ECHO else 0, who),
+        ):
             await self._run_planned(call, job, progress, who, tokens)
 
     async def _run_planned(self, call: Call, job: Job, progress: Progress, client: str, tokens: int) -> None:
@@ -361,7 +369,7 @@ class _Api:
             tokenise.end()
         del body
         who = whose(call, progress.tenant)
-        call.drop(0, batch.prompt_tokens * _ID_BYTES, who)
+        call.drop(batch.prompt_tokens * _ID_BYTES, who)
         progress.stage, progress.answer_id = "generation", batch.answer_id
         with self._numbers.holding(batch.numbers, who), self._tokens.holding(batch.prompt_tokens, who):
             await self._run_batch(batch, progress.tenant, progress.arrived, call)
@@ -425,8 +433,8 @@ class _Api:
 
 def _kept(job: Job) -> int:
     """Bytes that a job keeps of its body and that no other budget counts."""
-    texts = sum(len(request.prompt.text) for request in job.requests[:: job.n] if request.prompt is not None)
-    structure = 0 if job.structure is None else len(job.structure.text)
+    texts = sum(getsizeof(request.prompt.text) for request in job.requests[:: job.n] if request.prompt is not None)
+    structure = 0 if job.structure is None else getsizeof(job.structure.text)
     return texts + structure + job.format.repeated
 
 

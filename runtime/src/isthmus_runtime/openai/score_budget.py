@@ -22,6 +22,8 @@ MAX_TOKENS_HELD = 4 * MAX_TOKENS
 MAX_ECHOES, MAX_ECHOES_HELD = 1 << 25, 1 << 27
 """Bytes of prompts that answers repeat, of one request (characters of four bytes, and where its tokens begin) and of
 all."""
+MAX_KEPT, MAX_KEPT_HELD = 1 << 25, 1 << 27
+"""Bytes that requests keep of their bodies: texts that are passed on, structures, what answers repeat."""
 _RETRY_AFTER_S = 1.0
 _NOTHING = nullcontext()
 
@@ -78,3 +80,8 @@ def token_budget() -> ScoreBudget:
 def echo_budget() -> ScoreBudget:
     """The same for the prompts that answers repeat, which are held until they are told."""
     return ScoreBudget(MAX_ECHOES_HELD, MAX_ECHOES, "bytes of prompts to repeat (echo)")
+
+
+def kept_budget() -> ScoreBudget:
+    """The same for what is kept of bodies until the answer is complete."""
+    return ScoreBudget(MAX_KEPT_HELD, MAX_KEPT, "bytes of texts, structures and what answers repeat")

@@ -73,8 +73,8 @@ class Connections(Generic[_C]):
 
 
 class BodyBudget(Generic[_C]):
-    """Bounds the bytes of all bodies that arrive or are not planned yet, and of what is kept of them afterwards (text
-    that is passed on, a structure).
+    """Bounds the bytes of all bodies that arrive or are not planned yet. What is kept of them afterwards, its handler
+    counts.
 
     Where there are more, the largest one that is not here whole gives way: who sends little is served beside those who
     send much, or who never finish. Of one address all together may have three quarters, however whole they are.
@@ -117,17 +117,6 @@ class BodyBudget(Generic[_C]):
         """Bytes that are counted for it."""
         return self._held.get(holder, 0)
 
-    def keep(self, holder: _C, size: int) -> None:
-        """Of a body that is here whole only so much is needed from now on, until `release`."""
-        address = self._addresses.get(holder, "")
-        self.release(holder)
-        if size:
-            self.used += size
-            self._held[holder] = size
-            if address:
-                self._addresses[holder] = address
-                self._count(address, size)
-
     def arrived(self, holder: _C) -> None:
         """The body is here whole."""
         self._arriving.discard(holder)
@@ -142,6 +131,7 @@ class BodyBudget(Generic[_C]):
 
     def _count(self, address: str, size: int) -> None:
         held = self._of[address] = self._of.get(address, 0) + size
+        assert held >= 0, "more was taken off than counted"
         if held > self._share:
             self._greedy.add(address)
         else:

@@ -58,12 +58,12 @@ class Call(Request):
             raise ConnectionResetError("the client has disconnected")
         return b"".join([part["body"] for part in parts])
 
-    def drop(self, kept: int = 0, beside: int = 0, who: str = "") -> None:
-        """What was read is needed no more, but for `kept` bytes until the answer is complete: others' bodies may have
-        the rest of its room, however long that takes. `beside`: bytes that others count, and `who` asked, for the
-        choice of who gives way where memory runs short."""
+    def drop(self, beside: int = 0, who: str = "") -> None:
+        """What was read is needed no more: others' bodies may have its room, however long the answer takes. `beside`:
+        bytes that its handler holds and counts, and `who` asked, for the choice of who gives way where memory runs
+        short."""
         if (dropped := self.scope.get("extensions", {}).get(DROPPED)) is not None:
-            dropped["tell"](kept, beside, who)
+            dropped["tell"](beside, who)
 
     async def reply(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
         """Answer in one piece."""

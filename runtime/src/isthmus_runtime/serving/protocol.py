@@ -106,9 +106,9 @@ class Protocol(HttpToolsProtocol):
         self._turned_away: RequestResponseCycle | None = None
         """Whose body was refused before it was here whole, though all of it may be here before that is told."""
         self._told: RequestResponseCycle | None = None
-        """Whose handler has told what it keeps of the body,"""
+        """Whose handler has told that it needs the body no more,"""
         self._who, self._beside = "", 0
-        """who asked, and what it holds beside that."""
+        """who asked, and what it holds instead."""
         self.half_closed = False
         """The client sends no more, and waits for the answers to what it has sent."""
 
@@ -302,7 +302,7 @@ class Protocol(HttpToolsProtocol):
 
         extensions: dict[str, Any] = cycle.scope["extensions"]
         extensions[PIECE] = {"write": write}
-        extensions[DROPPED] = {"tell": partial(self._keeps, cycle)}
+        extensions[DROPPED] = {"tell": partial(self._dropped, cycle)}
         try:
             await app(cycle.scope, receive, send)
         except asyncio.CancelledError:
@@ -317,7 +317,6 @@ class Protocol(HttpToolsProtocol):
             cycle.on_response = _nothing  # a cycle of references otherwise
             del extensions[PIECE], extensions[DROPPED]  # and others
             if self._told is cycle:
-                self.server_state.bodies.release(self)
                 self._told, self._who, self._beside = None, "", 0
             if not cycle.response_complete and not cycle.disconnected:
                 self.transport.abort()
@@ -477,15 +476,15 @@ class Protocol(HttpToolsProtocol):
             error = memory.new()
         else:
             return
-        if self._running is self.cycle:  # else they count together with what the running one keeps, until that ends
+        if self._running is self.cycle:  # else they count together with what the running one has not planned
             self.server_state.bodies.release(self)
         self.cycle.body = bytearray()
         self.give_way(error)
 
-    def _keeps(self, cycle: RequestResponseCycle, kept: int, beside: int, who: str) -> None:
-        """What the handler of a request keeps of its body, until it has ended."""
+    def _dropped(self, cycle: RequestResponseCycle, beside: int, who: str) -> None:
+        """The handler of a request needs its body no more, and holds so much else until it has ended."""
         self._told, self._beside, self._who = cycle, beside, who
-        self.server_state.bodies.keep(self, kept)
+        self.server_state.bodies.release(self)
 
     def _inflated(self) -> None:
         """All of the body is made: from now on it gives way to nobody, and what comes after it may have to."""
