@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from rollout_world import D, P, assert_done, revisions, run, service, settled, with_pods
 
@@ -203,6 +203,12 @@ def chosen(world: World, which: Any) -> set[str]:
     on_failure=st.sampled_from(["Pause", "Rollback"]),
     counts=st.tuples(st.integers(1, 4), st.integers(1, 4)),
     walk=st.lists(st.tuples(edits, st.lists(flickers, max_size=5), st.floats(0, SICK_AFTER_S - 0.1)), max_size=10),
+)
+@example(
+    policy={"maxSurge": 1, "maxUnavailable": 0},
+    on_failure="Pause",
+    counts=(3, 1),
+    walk=[(("p", 1), [], 0.0), (("paused", True), [], 0.0), (("sick", 2), [], 0.0), (("version", 2), ["all"], 0.0)],
 )
 def test_flickering_costs_no_more_than_the_budget_whatever_else_happens(
     policy: dict[str, Any],

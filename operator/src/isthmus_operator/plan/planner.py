@@ -40,7 +40,7 @@ from .progress import (
     router_serves,
     singles_ready,
 )
-from .rollout import Goal, Move, lingering, next_move, places, recreate_move
+from .rollout import Goal, Move, lingering, next_move, places, recreate_move, reduced, settles
 
 Key = tuple[Component, str]
 """One engine workload: its component and revision."""
@@ -237,12 +237,13 @@ def _has_store(seen: Observed) -> bool:
 def _held(goals: Sequence[Goal], seen: Observed, now: float) -> Move:
     """No revision gives way to another. The one that serves in a role, or did last, makes up the role's count."""
     counts = {(w.component, w.revision): w.replicas for w in seen.engines}
+    wakes: list[float] = []
     for goal in goals:
         serving = keeper(seen.of(goal.component), now)
         if serving is None or (serving.replicas == 0 and serving.pooled and not _has_store(seen)):
             continue
         rest = [w for w in seen.of(goal.component) if w is not serving]
-        counts |= {(w.component, w.revision): min(w.replicas, goal.count) for w in rest}
+        counts |= {(w.component, w.revision): reduced(w, min(w.replicas, goal.count), now) for w in rest}
         beside = sum(counts[w.component, w.revision] for w in rest)
         most = min(goal.count, goal.count + goal.max_surge - beside)
         stopping = sum(lingering(w.pods, now) for w in seen.of(goal.component))
@@ -250,8 +251,10 @@ def _held(goals: Sequence[Goal], seen: Observed, now: float) -> Move:
         # Pods beside it that are not ready serve nobody, so the last one that does stays whatever the sum.
         needed = max(min(goal.count, 1), goal.count - goal.max_unavailable - sum(w.ready for w in rest))
         kept = min(needed, serving.replicas)
-        counts[serving.component, serving.revision] = max(kept, least, min(serving.replicas, most))
-    return Move(counts=counts)
+        target = reduced(serving, max(kept, least, min(serving.replicas, most)), now)
+        counts[serving.component, serving.revision] = target
+        wakes += [at for w in (serving, *rest) if w.replicas > goal.count for at in settles(w, now)]
+    return Move(counts=counts, wake=min(wakes, default=None))
 
 
 def _move(service: InferenceService, goals: Sequence[Goal], seen: Observed, now: float) -> Move:

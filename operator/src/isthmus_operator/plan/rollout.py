@@ -190,12 +190,22 @@ def _cap(role: _Role, step: tuple[int, int] | None) -> tuple[int, int]:
 def _new_count(role: _Role, cap: int, now: float) -> int:
     room = role.goal.count + role.goal.max_surge - role.held if role.rolling or role.held else role.goal.count
     target = min(role.goal.count, max(role.wanted_new, min(cap, room)))
-    if role.new is not None and target < role.new.replicas:
-        # Of unready ones nobody can say which goes.
-        kept = replace(role.new, replicas=target)
-        if kept.well(now) < min(target, role.new.well(now)):
-            return role.new.replicas
+    return target if role.new is None else reduced(role.new, target, now)
+
+
+def reduced(workload: Workload, target: int, now: float) -> int:
+    """`target`, or the replicas that it has where fewer might take one that serves: of unready pods nobody can say
+    which goes."""
+    fewer = target < workload.replicas
+    if fewer and replace(workload, replicas=target).well(now) < min(target, workload.well(now)):
+        return workload.replicas
     return target
+
+
+def settles(workload: Workload, now: float) -> list[float]:
+    """When those of its pods that flicker will not be taken for well any more."""
+    settled = [pod.changed + SICK_AFTER_S for pod in workload.live if pod.started and not pod.ready]
+    return [at for at in settled if at > now]
 
 
 def _kept_pairing(roles: Sequence[_Role], now: float) -> str | None:
@@ -301,8 +311,7 @@ def _leaving(
 
 def _wake_times(role: _Role, now: float) -> list[float]:
     shrinking = [role.new] if role.new is not None and role.new.replicas > role.goal.count else []
-    waited_for = [pod for w in (*role.old, *shrinking) for pod in w.live if pod.started and not pod.ready]
-    settled = [pod.changed + SICK_AFTER_S for pod in waited_for]
+    settled = [at for w in (*role.old, *shrinking) for at in settles(w, now)]
     stopping = [pod.ends + OVERDUE_S for w in (*role.old, role.new) if w for pod in w.pods if pod.ends is not None]
     return [at for at in (*settled, *stopping) if at > now]
 
