@@ -246,14 +246,22 @@ class Remains:
         report.violations.extend(leaked)
 
 
+def _kinds(mine: Descriptors) -> Counter[str]:
+    """Files by name; of a process that was started anew, /proc has its files by another number."""
+    found = Counter[str]()
+    for kind, count in mine.others.items():
+        found[re.sub(r"^/proc/\d+/", "/proc/N/", kind)] += count
+    return found
+
+
 def leaks(before: Mapping[str, Descriptors], now: Mapping[str, Descriptors], fleet: Fleet) -> list[str]:
     """Descriptors that nothing accounts for, in words."""
     found: list[str] = []
     for name, mine in now.items():
         # Mooncake makes its event loops on first use, which an engine may not have had by then; the others did.
         alike = fleet.engines if name in fleet.engines else [name]
-        for kind, count in mine.others.items():
-            if count > (had := max(before[other].others.get(kind, 0) for other in alike)):
+        for kind, count in _kinds(mine).items():
+            if count > (had := max(_kinds(before[other])[kind] for other in alike)):
                 found.append(f"{name} has {count} of {kind}, at first {had}")
         by_peer = Counter(c.peer for c in mine.connections) if fleet.network is not None else {}
         for peer, count in by_peer.items():
