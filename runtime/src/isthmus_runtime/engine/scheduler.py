@@ -25,7 +25,7 @@ from ..errors import Cancelled, DeadlineExceeded, EngineFailed, InvalidRequest, 
 from ..interfaces.steps import Chunk, Masks, StepOutput, StepPlan
 from ..kv.plan import KvPlan
 from ..kv.pool import BlockPool
-from ..protocol import PrefillRecord
+from ..protocol.ticket import PrefillRecord
 from ..request import FinishReason, GenerateRequest, TokenLogprobs
 from .adapters import AdapterSlots
 from .admission import Admission
