@@ -22,16 +22,9 @@ from tokens import Issuer, write
 from isthmus_runtime.credentials import Credentials
 from isthmus_runtime.engine.kv_events import KvEventFeed
 from isthmus_runtime.engine.server import BODIES, EngineMeters, EngineServer
-from isthmus_runtime.protocol import (
-    AdapterCall,
-    CommitCall,
-    EngineInfo,
-    GenerateCall,
-    KvInfo,
-    PrefillCall,
-    TransferInfo,
-    WireRequest,
-)
+from isthmus_runtime.protocol.calls import AdapterCall, CommitCall, GenerateCall, PrefillCall
+from isthmus_runtime.protocol.info import EngineInfo, KvInfo, TransferInfo
+from isthmus_runtime.protocol.request import WireRequest
 from isthmus_runtime.router.kv_events import follow
 from isthmus_runtime.router.links import Links
 from isthmus_runtime.router.prefixes import StoredBlocks

@@ -25,7 +25,7 @@ from isthmus_runtime.interfaces.handoff import BlockRef
 from isthmus_runtime.interfaces.steps import Forced, Later
 from isthmus_runtime.kv.keys import keys_digest
 from isthmus_runtime.kv.pool import BlockPool
-from isthmus_runtime.protocol import PrefillRecord
+from isthmus_runtime.protocol.ticket import PrefillRecord
 from isthmus_runtime.request import FinishReason, SamplingParams
 
 

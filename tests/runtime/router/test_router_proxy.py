@@ -19,7 +19,7 @@ from isthmus_runtime.errors import (
     TransferFailed,
     error_from_json,
 )
-from isthmus_runtime.protocol import token_line
+from isthmus_runtime.protocol.lines import token_line
 from isthmus_runtime.request import FinishReason, Structure, TokenChunk, TokenLogprobs
 from isthmus_runtime.router.attempt import Attempt
 from isthmus_runtime.router.wire import CONNECT_TIMEOUT_S

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 
 from ..errors import EngineFailed, RequestError, TransferFailed
 from ..interfaces.handoff import Drained, Failed, HandoffEvent, KvHandoff, Received, Released, Sent
-from ..protocol import PrefillAnswer, Ticket
+from ..protocol.calls import PrefillAnswer
+from ..protocol.ticket import Ticket
 from ..request import FinishReason, TokenChunk
 from .scheduler import Scheduler
 from .sequence import CancelAttempt, Effect, Emit, FinishSend, OpenReceive, SendBlocks

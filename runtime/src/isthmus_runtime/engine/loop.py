@@ -26,7 +26,8 @@ from ..interfaces.handoff import (
 from ..interfaces.steps import Adapter, AdapterHolder, Constraint, Executor, Masks, RowStart, StepOutput, StepPlan
 from ..interfaces.transport import CLOSE_S
 from ..kv.pool_records import PoolCounts
-from ..protocol import CommitCall, Ticket
+from ..protocol.calls import CommitCall
+from ..protocol.ticket import Ticket
 from ..request import AdapterName, GenerateRequest
 from .draft_model import DraftModel
 from .exchange import Exchange, Sink, refused

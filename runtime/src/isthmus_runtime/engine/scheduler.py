@@ -25,7 +25,8 @@ from ..errors import Cancelled, DeadlineExceeded, EngineFailed, InvalidRequest, 
 from ..interfaces.steps import Chunk, Masks, StepOutput, StepPlan
 from ..kv.plan import KvPlan
 from ..kv.pool import BlockPool
-from ..protocol import PrefillRecord, may_begin_early
+from ..protocol.request import may_begin_early
+from ..protocol.ticket import PrefillRecord
 from ..request import FinishReason, GenerateRequest, TokenLogprobs
 from .adapters import AdapterSlots
 from .admission import Admission

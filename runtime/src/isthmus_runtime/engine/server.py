@@ -17,24 +17,11 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from ..credentials import Credentials
 from ..errors import InvalidRequest, RequestError
 from ..metrics import CONTENT_TYPE, EngineMetrics, MemoryMetrics, RequestMetrics, Scrapes, TransferMetrics
-from ..protocol import (
-    CLIENT_HEADER,
-    MOST_OF_A_CLIENT,
-    AbortCall,
-    AdapterCall,
-    CommitCall,
-    DrainAnswer,
-    EngineInfo,
-    GenerateCall,
-    PrefillAnswer,
-    PrefillCall,
-    Ticket,
-    TicketCall,
-    prefill_answer_json,
-    reserved_line,
-    sent_line,
-    token_line,
-)
+from ..protocol.calls import AbortCall, AdapterCall, CommitCall, GenerateCall, PrefillAnswer, PrefillCall, TicketCall
+from ..protocol.info import EngineInfo
+from ..protocol.lines import prefill_answer_json, reserved_line, sent_line, token_line
+from ..protocol.request import CLIENT_HEADER, MOST_OF_A_CLIENT
+from ..protocol.ticket import DrainAnswer, Ticket
 from ..request import FinishReason, GenerateRequest, PromptText, TokenChunk
 from ..serving.app import errors, json_body, model_response, read_model
 from ..serving.call import Call, add_call_route

@@ -11,16 +11,10 @@ from urllib.parse import urlsplit
 from ..errors import Cancelled, DeadlineExceeded, EngineFailed, EngineLost, Overloaded, RequestError, is_panic
 from ..interfaces.backend import Said, Take
 from ..metrics import RouterMetrics
-from ..protocol import (
-    CLIENT_HEADER,
-    CommitCall,
-    PrefillAnswer,
-    Ticket,
-    TicketCall,
-    parse_line,
-    parse_prefill_answer,
-    parse_prefill_line,
-)
+from ..protocol.calls import CommitCall, PrefillAnswer, TicketCall
+from ..protocol.lines import parse_line, parse_prefill_answer, parse_prefill_line
+from ..protocol.request import CLIENT_HEADER
+from ..protocol.ticket import Ticket
 from ..request import FinishReason, GenerateRequest, TokenChunk
 from ..tracing.span import current
 from .links import LOST, Links, lost, refusal

@@ -466,7 +466,7 @@ class Protocol(HttpToolsProtocol):
         """Where memory is tight nothing large comes in; where it is critical nothing more of what has been let in. What
         is here of it goes at once, and not when its task has its turn: others come before."""
         memory = self.server_state.memory
-        if self._deaf:
+        if self._deaf or self.transport.is_closing():
             return
         if self._arrived > LARGE_BODY:
             error = memory.large()
