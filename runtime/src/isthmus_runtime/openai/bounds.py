@@ -88,10 +88,12 @@ def growth(tokenizer: Mapping[str, Any]) -> int | None:
     return _NFC_GROWS if normalizers else 1
 
 
-def is_steady(tokenizer: Mapping[str, Any]) -> bool:
-    """Whether the expressions of a tokenizer.json have a form that never takes long over a short text. One match of the
-    library takes some tenths of a second at most, and a text may have one at each word."""
-    return all(map(_is_plain, _expressions([tokenizer.get("pre_tokenizer"), tokenizer.get("normalizer")])))
+def unsteady(tokenizer: Mapping[str, Any]) -> str:
+    """The first expression of a tokenizer.json whose form does not show that it never takes long over a short text;
+    empty: there is none. One match of the library takes some tenths of a second at most, and a text may have one at
+    each word."""
+    found = _expressions([tokenizer.get("pre_tokenizer"), tokenizer.get("normalizer")])
+    return next((one for one in found if not _is_plain(one)), "")
 
 
 def _expressions(value: Any) -> Iterator[str]:
@@ -107,7 +109,12 @@ def _expressions(value: Any) -> Iterator[str]:
 
 _UNSURE = re.compile(r"\\[gkGK\d]|\(\?(?!i:|:|=|!|<=|<!)")
 """Calls, references, names, conditions, options: what repeats without looking so."""
-_ATOM = re.compile(r"\\[pP]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|\[:\w+:\]|&(?!&)|[^\]\\\[&])*\]|[^|()?*+{}\[\]\\]", re.S)
+_ATOM = re.compile(r"\\[pP]\{[^}]*\}|\\.|[^|()?*+{}\[\]\\]", re.S)
+_IN_CLASS = re.compile(r"\\.|\[:\w+:\]|[^\]\\\[]", re.S)
+"""A letter, a range's end, an escape, or one of the && of an intersection."""
+_CLASS_BEGINS = re.compile(r"\[\^?\]?")
+_MOST_NESTED = 8
+_TIMES = re.compile(r"\{\d+,\}")
 _PLAIN_GROUP = re.compile(r"\((?:\?(?:i:|:|=|!|<=|<!))?x+(?:\|x+)*\)")
 _PLAIN = re.compile(r"(?:[xy](?:\?|\{\d(?:,\d)?\})?)*?(?:(?:[xy][*+])?y?|(?:x[*+]){2}(?:[xy]\?)?)")
 """What stands for itself, or may be missing; then one repetition, or two with nothing behind them that must be there:
@@ -119,7 +126,7 @@ _MOST_CHOICES = 3
 def _is_plain(pattern: str) -> bool:
     if _UNSURE.search(pattern):
         return False
-    form = _PLAIN_GROUP.sub("y", re.sub(r"([*+}])[+?]", r"\1", _masked(pattern)))
+    form = _PLAIN_GROUP.sub("y", re.sub(r"([*+}])[+?]", r"\1", _TIMES.sub("+", _masked(pattern))))
     return all(
         _PLAIN.fullmatch(one) is not None and len(re.findall(r"\?|\{", one)) <= _MOST_CHOICES for one in form.split("|")
     )
@@ -131,9 +138,30 @@ def _masked(pattern: str) -> str:
     made, at = "", 0
     while at < len(pattern):
         found = head.match(pattern, at) or _ATOM.match(pattern, at)
-        made += pattern[at] if found is None else found[0] if found.re is head else "x"
-        at = at + 1 if found is None else found.end()
+        if found is not None:
+            made += found[0] if found.re is head else "x"
+            at = found.end()
+        elif (end := _class_end(pattern, at)) > at:
+            made, at = made + "x", end
+        else:
+            made, at = made + pattern[at], at + 1
     return made
+
+
+def _class_end(pattern: str, at: int, depth: int = 0) -> int:
+    """Where the class that begins at `at` ends, with those within it; 0: none does."""
+    begins = _CLASS_BEGINS.match(pattern, at)
+    if begins is None or depth > _MOST_NESTED:
+        return 0
+    at = begins.end()
+    while at < len(pattern):
+        if pattern[at] == "]":
+            return at + 1
+        found = _IN_CLASS.match(pattern, at)
+        at = _class_end(pattern, at, depth + 1) if found is None else found.end()
+        if not at:
+            return 0
+    return 0
 
 
 def _parts(step: Any, name: str) -> Sequence[Mapping[str, Any]]:
