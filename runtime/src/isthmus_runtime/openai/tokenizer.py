@@ -87,8 +87,8 @@ class Tokenizer:
         if odd := unsteady(raw):
             raise ConfigError(
                 f"tokenizer.json: the expression {odd[:_SHOWN]!r} may take very long over a short text, and whoever "
-                "sends one would hold up all others; at most two repetitions side by side are taken, none within another and "
-                "nothing behind two, as in the expressions of all known tokenizers"
+                "sends one would hold up all others; two repetitions may stand side by side with nothing behind them, "
+                "and none within another, as in the expressions of all known tokenizers"
             )
         added = tokenizer.get_added_tokens_decoder()
         self._control_ids = {t.content: i for i, t in added.items()}
