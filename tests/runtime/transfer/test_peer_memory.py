@@ -105,7 +105,7 @@ class Cuda:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     made = Cuda()
-    monkeypatch.setattr(peer_memory, "_runtime", lambda: made)
+    monkeypatch.setattr(peer_memory, "runtime", lambda: made)
     monkeypatch.setattr(peer_memory, "_allocation", lambda address: address - 512)
     monkeypatch.setattr(peer_memory, "PROBE_BYTES", 4096)
     # A pool of a few KiB is read in no time.
