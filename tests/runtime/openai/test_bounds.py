@@ -385,6 +385,23 @@ def test_what_has_no_place_to_be_cut_is_bounded_by_what_a_context_is_worth(token
         (r"a?a?a?a?a?a?b+|.", False),
         (r" ?\p{L}{0,99}\p{L}{0,99}\p{L}{0,99}\d|.", False),
         (r"(?x)[ ]?(\p{L}+) +\d|.", False),
+        (r" ?(?:\p{L}|\p{L})+(?=\d)| ?\p{L}+|.", False),
+        (r" ?(?:\p{L}\p{L}|\p{L})+(?:\d)| ?\p{L}+|.", False),
+        (r" ?(?:\p{L}|\p{L})*\d*|.", False),
+        (r"(?:\p{L}|\p{L}){9}(?:\p{L}|\p{L}){9}\d|.", False),
+        (r"(?:\p{L}|\p{L})" * 14 + r"\d|.", False),
+        (r"\p{L}{0,9}\p{L}{0,9}\p{L}{0,9}\p{L}+(?=\d)|.", False),
+        (r"\p{L}?\p{L}?\p{L}?\p{L}+(?=\d)|.", False),
+        (r"\p{L}+(?=\d)|" * 5 + ".", False),
+        (r"[b-z]|" * 1000 + ".", False),
+        (r"(?:abc)+(?=\d)|.", True),
+        (r"\p{L}+(?=\d)|" * 4 + ".", True),
+        (
+            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{M}]*[\p{Ll}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+            r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{M}]+[\p{Ll}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+            r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+            True,
+        ),
         *((pattern, True) for pattern in PATTERNS),
     ],
 )
