@@ -21,7 +21,7 @@ from isthmus_runtime.errors import ConfigError, EngineFailed, InvalidRequest, Ov
 from isthmus_runtime.openai import tokenizer as tokenizer_module
 from isthmus_runtime.openai import words
 from isthmus_runtime.openai.answer import together
-from isthmus_runtime.openai.bounds import cut, growth, may_cut, token_bound, unsteady
+from isthmus_runtime.openai.bounds import cut, growth, is_steady, may_cut, token_bound
 from isthmus_runtime.openai.tokenizer import Tokenizer as ModelTokenizer
 from isthmus_runtime.openai.tokenizer import TooManyTokens
 from isthmus_runtime.openai.words import cuts_at_words
@@ -405,6 +405,23 @@ def test_what_has_no_place_to_be_cut_is_bounded_by_what_a_context_is_worth(token
         (r"a?a?a?a?a?a?b+|.", False),
         (r" ?\p{L}{0,99}\p{L}{0,99}\p{L}{0,99}\d|.", False),
         (r"(?x)[ ]?(\p{L}+) +\d|.", False),
+        (r" ?(?:\p{L}|\p{L})+(?=\d)| ?\p{L}+|.", False),
+        (r" ?(?:\p{L}\p{L}|\p{L})+(?:\d)| ?\p{L}+|.", False),
+        (r" ?(?:\p{L}|\p{L})*\d*|.", False),
+        (r"(?:\p{L}|\p{L}){9}(?:\p{L}|\p{L}){9}\d|.", False),
+        (r"(?:\p{L}|\p{L})" * 14 + r"\d|.", False),
+        (r"\p{L}{0,9}\p{L}{0,9}\p{L}{0,9}\p{L}+(?=\d)|.", False),
+        (r"\p{L}?\p{L}?\p{L}?\p{L}+(?=\d)|.", False),
+        (r"\p{L}+(?=\d)|" * 5 + ".", False),
+        (r"[b-z]|" * 1000 + ".", False),
+        (r"(?:abc)+(?=\d)|.", True),
+        (r"\p{L}+(?=\d)|" * 4 + ".", True),
+        (
+            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{M}]*[\p{Ll}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+            r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{M}]+[\p{Ll}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+            r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+            True,
+        ),
         *((pattern, True) for pattern in (*PATTERNS, *KNOWN)),
         (r" {2,}", True),
         (r"\p{L}{2,}\p{L}+\d", False),
@@ -417,13 +434,17 @@ def test_what_may_try_a_text_in_many_ways_is_told_by_its_form_and_not_loaded(pat
     )
     made = byte_level_bpe(["a b"], step=step)
     within = {"type": "Sequence", "pretokenizers": [json.loads(made.to_str())["pre_tokenizer"]]}
-    found = "" if steady else pattern
-    assert unsteady({"pre_tokenizer": within}) == unsteady(json.loads(made.to_str())) == found
+    assert is_steady({"pre_tokenizer": within}) is is_steady(json.loads(made.to_str())) is steady
     if steady:
         assert loaded(made).surely_fits("a b", 100, special=False)
         return
     with pytest.raises(ConfigError, match="may take very long over a short text"):
         loaded(made)
+
+
+def test_the_expressions_of_deepseek_s_tokenizer_are_taken_together():
+    splits = [{"type": "Split", "pattern": {"Regex": one}} for one in KNOWN[:3]]
+    assert is_steady({"pre_tokenizer": {"type": "Sequence", "pretokenizers": splits}})
 
 
 def test_ids_of_prompts_share_their_numbers(tokenizer, monkeypatch):

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as HfTokenizer
 from ..errors import ConfigError, InvalidRequest
 from ..request import SamplingOptions
 from ..turns import go_on
-from .bounds import cut, growth, may_cut, token_bound, unsteady
+from .bounds import cut, expressions, growth, is_steady, may_cut, token_bound
 from .chat import MOST_STEPS, SOME_STEPS, ChatTemplate, Conversation, NeedsThread, TooCostly
 from .control import ControlTokens, Marks
 from .pieces import Pieces
@@ -29,7 +29,7 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token
 
 _OPTIONS = TypeAdapter(SamplingOptions)
 _SHOWN = 200
-"""Characters of an expression that an error shows."""
+"""Characters of expressions that an error shows."""
 
 _PART = 1 << 16
 """Characters tokenised at a time: about a millisecond, after which other threads run."""
@@ -84,11 +84,12 @@ class Tokenizer:
         set_ends(tokenizer, config, special, model_type)
         source = tokenizer.to_str()
         raw = json.loads(source)
-        if odd := unsteady(raw):
+        if not is_steady(raw):
+            shown = " and ".join(map(repr, expressions(raw)))[:_SHOWN]
             raise ConfigError(
-                f"tokenizer.json: the expression {odd[:_SHOWN]!r} may take very long over a short text, and whoever "
-                "sends one would hold up all others; two repetitions may stand side by side with nothing behind them, "
-                "and none within another, as in the expressions of all known tokenizers"
+                f"tokenizer.json: {shown}: such expressions may take very long over a short text, and whoever sends "
+                "one would hold up all others; two repetitions may stand side by side with nothing behind them, none "
+                "within another, and few may be tried again from each letter on, as in those of all known tokenizers"
             )
         added = tokenizer.get_added_tokens_decoder()
         self._control_ids = {t.content: i for i, t in added.items()}
