@@ -16,15 +16,10 @@ from typing import Literal, cast
 
 import uvloop
 
-from isthmus_runtime.protocol import (
-    EngineInfo,
-    KvInfo,
-    PrefillAnswer,
-    Ticket,
-    TransferInfo,
-    reserved_line,
-    token_line,
-)
+from isthmus_runtime.protocol.calls import PrefillAnswer
+from isthmus_runtime.protocol.info import EngineInfo, KvInfo, TransferInfo
+from isthmus_runtime.protocol.lines import reserved_line, token_line
+from isthmus_runtime.protocol.ticket import Ticket
 from isthmus_runtime.request import FinishReason, TokenChunk
 
 TOKEN = 2229

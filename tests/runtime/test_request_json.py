@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from isthmus_runtime.protocol import MANY_ALLOWED, EngineInfo, KvInfo, TransferInfo, WireRequest, request_json
+from isthmus_runtime.protocol.info import EngineInfo, KvInfo, TransferInfo
+from isthmus_runtime.protocol.request import MANY_ALLOWED, WireRequest, request_json
 from isthmus_runtime.request import GenerateRequest, PromptText, SamplingParams, Structure, WrittenIds, tokenised
 
 sampling = st.builds(

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from isthmus_runtime.executor.adjustments import AdjustedRows
 from isthmus_runtime.executor.sampling_rows import SamplingRows
 from isthmus_runtime.openai.schema import parse_chat, parse_completion
-from isthmus_runtime.protocol import WireRequest, request_json
+from isthmus_runtime.protocol.request import WireRequest, request_json
 from isthmus_runtime.request import GenerateRequest, SamplingOptions, SamplingParams
 
 # Another value than the default for each option.

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus_runtime import score_wire
 from isthmus_runtime.errors import Cancelled
-from isthmus_runtime.protocol import PrefillAnswer, parse_line, parse_prefill_answer, prefill_answer_json, token_line
+from isthmus_runtime.protocol import scores as score_wire
+from isthmus_runtime.protocol.calls import PrefillAnswer
+from isthmus_runtime.protocol.lines import parse_line, parse_prefill_answer, prefill_answer_json, token_line
 from isthmus_runtime.request import FinishReason, TokenChunk, TokenLogprobs
 
 number = st.sampled_from([-math.inf, -0.0, -1e-300, -12.5]) | st.floats(-100, 0)

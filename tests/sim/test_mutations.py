@@ -30,7 +30,7 @@ from isthmus_runtime.interfaces.transport import TransferResult
 from isthmus_runtime.kv.groups import GroupPlan
 from isthmus_runtime.kv.keys import ExtraKeys
 from isthmus_runtime.kv.pool import BlockPool
-from isthmus_runtime.protocol import PrefillRecord
+from isthmus_runtime.protocol.ticket import PrefillRecord
 from isthmus_runtime.request import FinishReason
 from isthmus_runtime.router import policy
 from isthmus_runtime.sim import store as store_module

@@ -29,7 +29,7 @@ from isthmus_runtime.interfaces.handoff import HandoffEvent, KvHandoff
 from isthmus_runtime.interfaces.steps import Executor
 from isthmus_runtime.kv.pool import BlockPool
 from isthmus_runtime.kv.prefix import BlockEvent
-from isthmus_runtime.protocol import KvInfo, TransferInfo
+from isthmus_runtime.protocol.info import KvInfo, TransferInfo
 
 Handoff = Callable[[Callable[[HandoffEvent], None]], KvHandoff]
 

@@ -182,7 +182,7 @@ class GenerateRequest:
     """Instead of ids; None: ids are there."""
     client: str = ""
     """Who takes turns with others at what is slow: a name of letters and digits for a tenant or an address. "": not
-    said, as by routers of older versions. Engines get it beside the request (`protocol.CLIENT_HEADER`)."""
+    said, as by routers of older versions. Engines get it beside the request (`protocol.request.CLIENT_HEADER`)."""
 
     @property
     def whose(self) -> str:

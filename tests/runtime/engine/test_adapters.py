@@ -22,7 +22,7 @@ from isthmus_runtime.engine.loop import EngineLoop
 from isthmus_runtime.errors import ConfigError, DeadlineExceeded, InvalidRequest, UnknownModel
 from isthmus_runtime.executor.fake import FakeExecutor, expected_tokens
 from isthmus_runtime.interfaces.steps import AdapterSlot
-from isthmus_runtime.protocol import AdapterInfo
+from isthmus_runtime.protocol.info import AdapterInfo
 from isthmus_runtime.request import AdapterName, FinishReason, GenerateRequest, SamplingParams
 
 A, B, C, D = (AdapterName(name, name) for name in "abcd")

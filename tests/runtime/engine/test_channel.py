@@ -49,7 +49,9 @@ from isthmus_runtime.engine.sequence import SchedulerStats
 from isthmus_runtime.errors import Cancelled, EngineFailed, InvalidRequest, NeverFits, Overloaded, TransferFailed
 from isthmus_runtime.interfaces.handoff import HandoffStats
 from isthmus_runtime.kv.pool_records import PoolCounts
-from isthmus_runtime.protocol import CommitCall, KvInfo, PrefillAnswer, ReservedBlocks, Ticket, TransferInfo
+from isthmus_runtime.protocol.calls import CommitCall, PrefillAnswer
+from isthmus_runtime.protocol.info import KvInfo, TransferInfo
+from isthmus_runtime.protocol.ticket import ReservedBlocks, Ticket
 from isthmus_runtime.request import (
     AdapterName,
     FinishReason,

@@ -172,6 +172,11 @@ def test_right_guesses_save_steps() -> None:
 class Anything:
     """Allows any token."""
 
+    apart_s = 0.0
+
+    def lost(self) -> None:
+        return None
+
     def allowed(self, generated: Sequence[int]) -> bytes | None:
         return None
 

@@ -25,22 +25,11 @@ from isthmus_runtime.engine.backend import EngineBackend
 from isthmus_runtime.engine.long_lived import LongLived
 from isthmus_runtime.engine.server import BODIES, EngineMeters, EngineServer
 from isthmus_runtime.executor.fake import FakeExecutor, expected_tokens
-from isthmus_runtime.protocol import (
-    AbortCall,
-    EngineInfo,
-    GenerateCall,
-    KvInfo,
-    PrefillAnswer,
-    PrefillCall,
-    Ticket,
-    TicketCall,
-    TransferInfo,
-    WireRequest,
-    parse_line,
-    parse_prefill_line,
-    reserved_line,
-    sent_line,
-)
+from isthmus_runtime.protocol.calls import AbortCall, GenerateCall, PrefillAnswer, PrefillCall, TicketCall
+from isthmus_runtime.protocol.info import EngineInfo, KvInfo, TransferInfo
+from isthmus_runtime.protocol.lines import parse_line, parse_prefill_line, reserved_line, sent_line
+from isthmus_runtime.protocol.request import WireRequest
+from isthmus_runtime.protocol.ticket import Ticket
 from isthmus_runtime.request import FinishReason, Structure, TokenChunk
 from isthmus_runtime.serving.app import add_pages, make_app
 from isthmus_runtime.serving.in_flight import InFlight

@@ -7,7 +7,7 @@ import pytest
 from isthmus_runtime.engine.traces import RequestTrace, StartTimes
 from isthmus_runtime.errors import EngineFailed
 from isthmus_runtime.interfaces.steps import RowStart
-from isthmus_runtime.protocol import PrefillAnswer
+from isthmus_runtime.protocol.calls import PrefillAnswer
 from isthmus_runtime.request import FinishReason, GenerateRequest, SamplingParams, TokenChunk
 from isthmus_runtime.tracing.span import NO_SPAN, NO_TRACER, current, within
 

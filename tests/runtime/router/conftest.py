@@ -1,4 +1,4 @@
-"""Fake engines that speak protocol.py over real HTTP, and a router in front of them."""
+"""Fake engines that speak `protocol/` over real HTTP, and a router in front of them."""
 
 from __future__ import annotations
 
@@ -13,26 +13,19 @@ from serving import served as serving
 from isthmus_runtime.config import ModelConfig, RouterConfig, ServerConfig
 from isthmus_runtime.errors import RequestError
 from isthmus_runtime.metrics import render
-from isthmus_runtime.protocol import (
-    CLIENT_HEADER,
+from isthmus_runtime.protocol.calls import (
     AbortCall,
     AdapterCall,
-    AdapterInfo,
     CommitCall,
-    EngineInfo,
     GenerateCall,
-    KvEvents,
-    KvInfo,
-    LoadInfo,
     PrefillAnswer,
     PrefillCall,
-    Ticket,
     TicketCall,
-    TransferInfo,
-    reserved_line,
-    sent_line,
-    token_line,
 )
+from isthmus_runtime.protocol.info import AdapterInfo, EngineInfo, KvEvents, KvInfo, LoadInfo, TransferInfo
+from isthmus_runtime.protocol.lines import reserved_line, sent_line, token_line
+from isthmus_runtime.protocol.request import CLIENT_HEADER
+from isthmus_runtime.protocol.ticket import Ticket
 from isthmus_runtime.request import FinishReason, GenerateRequest, SamplingParams, TokenChunk
 from isthmus_runtime.router.app import make_router
 from isthmus_runtime.serving.app import make_app

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from serving import served
 
 from isthmus_runtime.errors import InvalidRequest
-from isthmus_runtime.protocol import EngineInfo, KvInfo, LoadInfo, TransferInfo
+from isthmus_runtime.protocol.info import EngineInfo, KvInfo, LoadInfo, TransferInfo
 from isthmus_runtime.router.page import add_page
 from isthmus_runtime.router.rates import Rates
 from isthmus_runtime.router.remote_engine import EngineView

@@ -29,7 +29,8 @@ from isthmus_runtime.metrics import RequestMetrics, render
 from isthmus_runtime.openai.app import BODIES, ApiConfig, add_openai_routes
 from isthmus_runtime.openai.text_prompts import ids_of_passed_on
 from isthmus_runtime.openai.tokenizer import Tokenizer
-from isthmus_runtime.protocol import CLIENT_HEADER, EngineInfo, KvInfo, TransferInfo
+from isthmus_runtime.protocol.info import EngineInfo, KvInfo, TransferInfo
+from isthmus_runtime.protocol.request import CLIENT_HEADER
 from isthmus_runtime.request import GenerateRequest, PromptText, SamplingOptions, SamplingParams
 from isthmus_runtime.router.app import make_router
 from isthmus_runtime.router.passed_on import OwnTokenizer

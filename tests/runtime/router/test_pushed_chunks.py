@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus_runtime.errors import EngineFailed, EngineLost, RequestError, TransferFailed
-from isthmus_runtime.protocol import parse_line, token_line
+from isthmus_runtime.protocol.lines import parse_line, token_line
 from isthmus_runtime.request import FinishReason, TokenChunk, TokenLogprobs
 from isthmus_runtime.router.token_lines import TokenLines
 from isthmus_runtime.serving.call import Cut

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus_runtime.protocol import Ticket, TicketCall
+from isthmus_runtime.protocol.calls import TicketCall
+from isthmus_runtime.protocol.ticket import Ticket
 from isthmus_runtime.router import wire
 from isthmus_runtime.router.links import Links
 from isthmus_runtime.router.wire import BadAnswer, Wire

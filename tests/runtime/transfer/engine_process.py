@@ -22,7 +22,8 @@ from isthmus_runtime.config import StoreConfig, TransferConfig
 from isthmus_runtime.interfaces.handoff import BlockRef, HandoffEvent, PromptResult, Received, ReceiveJob, SendJob
 from isthmus_runtime.interfaces.transport import KvRegion
 from isthmus_runtime.kv.keys import pool_name, pool_secret
-from isthmus_runtime.protocol import CommitCall, Ticket
+from isthmus_runtime.protocol.calls import CommitCall
+from isthmus_runtime.protocol.ticket import Ticket
 from isthmus_runtime.transfer.agent import TransferAgent
 from isthmus_runtime.transfer.factory import make_transfer
 

@@ -28,7 +28,7 @@ from isthmus_runtime.interfaces.handoff import (
     Sent,
 )
 from isthmus_runtime.interfaces.transport import KvRegion
-from isthmus_runtime.protocol import CommitCall
+from isthmus_runtime.protocol.calls import CommitCall
 from isthmus_runtime.transfer import checksums as module
 from isthmus_runtime.transfer.agent import TransferAgent
 from isthmus_runtime.transfer.checksums import block_crc32

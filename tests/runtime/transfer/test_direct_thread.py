@@ -12,7 +12,8 @@ import pytest
 from pydantic import ValidationError
 
 from isthmus_runtime.interfaces.transport import KvRegion, Piece, TransferResult
-from isthmus_runtime.protocol import PrefillCall, Ticket
+from isthmus_runtime.protocol.calls import PrefillCall
+from isthmus_runtime.protocol.ticket import Ticket
 from isthmus_runtime.transfer import direct as module
 from isthmus_runtime.transfer import peers
 from isthmus_runtime.transfer.backend import Effective

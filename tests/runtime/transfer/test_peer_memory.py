@@ -18,7 +18,7 @@ import pytest
 from isthmus_runtime.errors import ConfigError
 from isthmus_runtime.interfaces.handoff import BlockRef, ReceiveJob
 from isthmus_runtime.interfaces.transport import KvRegion, Piece, TransferResult
-from isthmus_runtime.protocol import Ticket
+from isthmus_runtime.protocol.ticket import Ticket
 from isthmus_runtime.transfer import native_engine, peer_memory
 from isthmus_runtime.transfer.direct import DirectTransfer
 from isthmus_runtime.transfer.peer_memory import IDLE_S, Offer, PeerMemory, StillMoving, batches, shifted
@@ -105,7 +105,7 @@ class Cuda:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     made = Cuda()
-    monkeypatch.setattr(peer_memory, "_runtime", lambda: made)
+    monkeypatch.setattr(peer_memory, "runtime", lambda: made)
     monkeypatch.setattr(peer_memory, "_allocation", lambda address: address - 512)
     monkeypatch.setattr(peer_memory, "PROBE_BYTES", 4096)
     # A pool of a few KiB is read in no time.

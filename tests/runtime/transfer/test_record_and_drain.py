@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus_runtime.kv.keys import keys_digest
-from isthmus_runtime.protocol import PrefillRecord
+from isthmus_runtime.protocol.ticket import PrefillRecord
 from isthmus_runtime.transfer.drain import ask_peer
 from isthmus_runtime.transfer.record import Expected, mismatch, pack_record, unpack_record
 

@@ -37,7 +37,8 @@ from ..kv.plan import KvPlan
 from ..kv.pool import BlockPool
 from ..kv.prefix import BlockEvent
 from ..openai.tokenizer import Tokenizer
-from ..protocol import KV_ABI, KvInfo, TransferInfo
+from ..protocol.info import KvInfo, TransferInfo
+from ..protocol.ticket import KV_ABI
 from ..request import GENERATES, ServedTask
 from ..structured.grammars import Grammars
 from .pool_plan import plan_pool

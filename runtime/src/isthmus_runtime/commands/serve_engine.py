@@ -32,7 +32,7 @@ from ..openai.app import BODIES as OPENAI_BODIES
 from ..openai.app import ApiConfig, add_openai_routes
 from ..openai.text_prompts import ids_of_passed_on
 from ..openai.tokenizer import Tokenizer
-from ..protocol import AdapterInfo, AdapterListInfo, AdapterProblemInfo, EngineInfo, LoadInfo
+from ..protocol.info import AdapterInfo, AdapterListInfo, AdapterProblemInfo, EngineInfo, LoadInfo
 from ..serving.app import add_pages, make_app
 from ..serving.in_flight import InFlight
 from ..serving.limits import limits_of

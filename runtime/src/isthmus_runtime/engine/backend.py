@@ -11,7 +11,9 @@ from itertools import chain
 
 from ..errors import InvalidRequest
 from ..interfaces.backend import Backend
-from ..protocol import CommitCall, PrefillAnswer, PrefillCall, Ticket, may_begin_early
+from ..protocol.calls import CommitCall, PrefillAnswer, PrefillCall
+from ..protocol.request import may_begin_early
+from ..protocol.ticket import Ticket
 from ..request import GENERATES, GenerateRequest, ServedTask, TokenChunk
 from ..tracing.span import current
 from .exchange import Reply

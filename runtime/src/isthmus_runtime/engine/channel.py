@@ -13,7 +13,9 @@ import msgspec
 from pydantic import BaseModel
 
 from ..errors import EngineFailed, IsthmusError, RequestError, error_from_json
-from ..protocol import CommitCall, PrefillAnswer, Ticket, parse_prefill_answer
+from ..protocol.calls import CommitCall, PrefillAnswer
+from ..protocol.lines import parse_prefill_answer
+from ..protocol.ticket import Ticket
 from ..request import AdapterName, FinishReason, GenerateRequest, TokenChunk
 from .exchange import Reply
 from .long_reply import LongReply, has_many_scores, long_reply

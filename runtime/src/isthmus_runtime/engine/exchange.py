@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 
 from ..errors import EngineFailed, RequestError, TransferFailed
 from ..interfaces.handoff import Drained, Failed, HandoffEvent, KvHandoff, Received, Released, Sent
-from ..protocol import PrefillAnswer, Ticket
+from ..protocol.calls import PrefillAnswer
+from ..protocol.ticket import Ticket
 from ..request import FinishReason, TokenChunk
 from .scheduler import Scheduler
 from .sequence import CancelAttempt, Effect, Emit, FinishSend, OpenReceive, SendBlocks
@@ -108,7 +109,7 @@ class Exchange:
                 self.transfer_failures[stage] += not given_up
                 log.info("KV of attempt %s did not move (%s): %s", attempt, stage, reason)
                 error = TransferFailed(reason, stage=stage, attempt=attempt)
-                return self._scheduler.transfer_failed(attempt, error)
+                return self._scheduler.transfer_failed(attempt, error, now)
             case Released(attempt=attempt, drained=drained):
                 self._scheduler.released(attempt, drained)
             case Drained(attempt=attempt):

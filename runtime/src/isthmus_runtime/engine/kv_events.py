@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from itertools import islice
 
 from ..kv.prefix import BlockEvent, BlockStored
-from ..protocol import KvEvents
+from ..protocol.info import KvEvents
 
 QUEUE_EVENTS = 1 << 17
 """Events that may wait for the event loop. When more come, what is visible is forgotten and learned again."""

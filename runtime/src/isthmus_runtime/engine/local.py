@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from ..errors import Cancelled, EngineFailed, InvalidRequest, RequestError
 from ..interfaces.steps import Constraint
-from ..protocol import CommitCall, Ticket
+from ..protocol.calls import CommitCall
+from ..protocol.ticket import Ticket
 from ..request import FinishReason, GenerateRequest, Structure, TokenChunk
 from ..structured.grammars import Grammars
 from ..threads import running_pool, send

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ..protocol import PrefillAnswer
+from ..protocol.calls import PrefillAnswer
 from ..request import TokenChunk, TokenLogprobs
 
 _PIECE = 1 << 12

@@ -12,7 +12,8 @@ from typing import cast
 
 from ..errors import EngineFailed, EngineLost, InvalidRequest, Overloaded, RequestError
 from ..kv.prefix import BlockEvent, BlockRemoved, BlockStored
-from ..protocol import CommitCall, Ticket
+from ..protocol.calls import CommitCall
+from ..protocol.ticket import Ticket
 from ..request import FinishReason, GenerateRequest, TokenChunk
 from .channel import (
     UNFIT,

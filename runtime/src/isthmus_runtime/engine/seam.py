@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..interfaces.handoff import HandoffStats
-from ..protocol import CommitCall, KvInfo, Ticket, TransferInfo
+from ..protocol.calls import CommitCall
+from ..protocol.info import KvInfo, TransferInfo
+from ..protocol.ticket import Ticket
 from ..request import GENERATES, AdapterName, GenerateRequest, ServedTask
 from .loop import Snapshot
 

@@ -17,24 +17,11 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from ..credentials import Credentials
 from ..errors import InvalidRequest, RequestError
 from ..metrics import CONTENT_TYPE, EngineMetrics, MemoryMetrics, RequestMetrics, Scrapes, TransferMetrics
-from ..protocol import (
-    CLIENT_HEADER,
-    MOST_OF_A_CLIENT,
-    AbortCall,
-    AdapterCall,
-    CommitCall,
-    DrainAnswer,
-    EngineInfo,
-    GenerateCall,
-    PrefillAnswer,
-    PrefillCall,
-    Ticket,
-    TicketCall,
-    prefill_answer_json,
-    reserved_line,
-    sent_line,
-    token_line,
-)
+from ..protocol.calls import AbortCall, AdapterCall, CommitCall, GenerateCall, PrefillAnswer, PrefillCall, TicketCall
+from ..protocol.info import EngineInfo
+from ..protocol.lines import prefill_answer_json, reserved_line, sent_line, token_line
+from ..protocol.request import CLIENT_HEADER, MOST_OF_A_CLIENT
+from ..protocol.ticket import DrainAnswer, Ticket
 from ..request import FinishReason, GenerateRequest, PromptText, TokenChunk
 from ..serving.app import errors, json_body, model_response, read_model
 from ..serving.call import Call, add_call_route
@@ -381,7 +368,8 @@ class EngineServer:
     async def adapter(self, request: Request) -> Response:
         """Load an adapter, or unload it."""
         call = await read_model(request, AdapterCall)
-        await self._backend.engine.change_adapter(call.name, call.path, replace=call.replace)
+        with self._in_flight.track():
+            await self._backend.engine.change_adapter(call.name, call.path, replace=call.replace)
         return model_response(Done())
 
     async def drained(self, attempt: Annotated[str, Query(min_length=1)]) -> DrainAnswer:

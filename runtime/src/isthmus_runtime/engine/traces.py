@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from ..errors import RequestError
 from ..interfaces.steps import RowStart
-from ..protocol import PrefillAnswer
+from ..protocol.calls import PrefillAnswer
 from ..request import GenerateRequest, TokenChunk
 from ..tracing.span import Span, Value
 

@@ -7,7 +7,6 @@ others, and has found in its own what the others wrote there. Else all of them s
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from isthmus_kernels.peer_sum.cuda_impl import (
     refusal,
 )
 
+from ..cuda_calls import checked, has_bindings, runtime
 from ..models.shard import Collectives
 
 _LOG = logging.getLogger(__name__)
@@ -203,17 +203,17 @@ def _refusal(ranks: _Ranks, device: torch.device) -> str:
         return f"{ranks.size} ranks, of at most {MOST_RANKS}"
     if not cuda_library.available():
         return "the CUDA kernels do not run on its GPU"
-    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
+    if not has_bindings():
         return "the package cuda-bindings is not installed"
-    cuda = _runtime()
+    cuda = runtime()
     native = cuda.cudaDeviceP2PAttr.cudaDevP2PAttrNativeAtomicSupported
     for other in range(ranks.size):
         if other == ranks.rank:
             continue
         try:
-            reached = int(_call(cuda.cudaDeviceCanAccessPeer(device.index, other)))
+            reached = int(checked(cuda.cudaDeviceCanAccessPeer(device.index, other)))
             # Over PCIe they are not.
-            if not reached or not int(_call(cuda.cudaDeviceGetP2PAttribute(native, device.index, other))):
+            if not reached or not int(checked(cuda.cudaDeviceGetP2PAttribute(native, device.index, other))):
                 return f"NVLink does not join its GPU to that of rank {other}"
         except RuntimeError as error:
             return f"the GPU of rank {other} is not known: {error}"
@@ -222,19 +222,19 @@ def _refusal(ranks: _Ranks, device: torch.device) -> str:
 
 def _connect(ranks: _Ranks, device: torch.device, room: int, patience_s: float, taken: _Taken) -> Inboxes:
     """Make and map the inboxes. Raises _Refused, with what was made so far in `taken`."""
-    cuda = _runtime()
+    cuda = runtime()
     told = ranks.tell(multiprocessors(device).to_bytes(4, "little"))
     blocks = min(int.from_bytes(one[:4], "little") for one in told)
     size = inbox_bytes(ranks.size, blocks, room)
     own, handle, problem = 0, b"", ""
     try:
-        _call(cuda.cudaSetDevice(device.index))
-        own = int(_call(cuda.cudaMalloc(size)))
+        checked(cuda.cudaSetDevice(device.index))
+        own = int(checked(cuda.cudaMalloc(size)))
         taken.made.append(lambda: cuda.cudaFree(own))
-        _call(cuda.cudaMemset(own, EMPTY, size))
-        shared = _call(cuda.cudaIpcGetMemHandle(own))
+        checked(cuda.cudaMemset(own, EMPTY, size))
+        shared = checked(cuda.cudaIpcGetMemHandle(own))
         handle = ctypes.string_at(shared.getPtr(), _HANDLE_BYTES)
-        _call(cuda.cudaDeviceSynchronize())
+        checked(cuda.cudaDeviceSynchronize())
     except RuntimeError as error:
         problem = f"{size >> 20} MiB of its GPU cannot be shared: {error}"
     ranks.agree(problem)
@@ -247,7 +247,7 @@ def _connect(ranks: _Ranks, device: torch.device, room: int, patience_s: float, 
         opened = cuda.cudaIpcMemHandle_t()
         ctypes.memmove(opened.getPtr(), handles[other][:_HANDLE_BYTES], _HANDLE_BYTES)
         try:
-            addresses[other] = int(_call(cuda.cudaIpcOpenMemHandle(opened, cuda.cudaIpcMemLazyEnablePeerAccess)))
+            addresses[other] = int(checked(cuda.cudaIpcOpenMemHandle(opened, cuda.cudaIpcMemLazyEnablePeerAccess)))
             taken.mapped.append(lambda address=addresses[other]: cuda.cudaIpcCloseMemHandle(address))  # type: ignore[misc]
         except RuntimeError as error:
             problem = f"memory of rank {other} cannot be mapped: {error}"
@@ -267,8 +267,8 @@ def _connect(ranks: _Ranks, device: torch.device, room: int, patience_s: float, 
             if not problem and not torch.equal(found, _probe(other, ranks.rank)):
                 problem = f"what rank {other} wrote into its memory did not arrive; see that peer access works (IOMMU)"
     try:
-        _call(cuda.cudaMemset(own, EMPTY, size))
-        _call(cuda.cudaDeviceSynchronize())
+        checked(cuda.cudaMemset(own, EMPTY, size))
+        checked(cuda.cudaDeviceSynchronize())
     except RuntimeError as error:
         problem = problem or str(error)
     ranks.agree(problem)
@@ -293,21 +293,7 @@ def _copy(cuda: Any, target: Tensor | int, source: Tensor | int) -> str:
     """Copies _PROBE_BYTES; why not, or empty."""
     to, of = (one.data_ptr() if isinstance(one, Tensor) else one for one in (target, source))
     try:
-        _call(cuda.cudaMemcpy(to, of, _PROBE_BYTES, cuda.cudaMemcpyKind.cudaMemcpyDefault))
+        checked(cuda.cudaMemcpy(to, of, _PROBE_BYTES, cuda.cudaMemcpyKind.cudaMemcpyDefault))
     except RuntimeError as error:
         return f"memory of another rank cannot be written: {error}"
     return ""
-
-
-def _runtime() -> Any:
-    from cuda.bindings import runtime
-
-    return runtime
-
-
-def _call(answer: tuple[Any, ...]) -> Any:
-    """What a call of CUDA gives. Raises RuntimeError with its error's name."""
-    code, *rest = answer
-    if code:
-        raise RuntimeError(code.name)
-    return rest[0] if rest else None

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..protocol import CommitCall, PrefillRecord, Ticket
+from ..protocol.calls import CommitCall
+from ..protocol.ticket import PrefillRecord, Ticket
 from ..request import TokenLogprobs
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..protocol import Ticket
+from ..protocol.ticket import Ticket
 
 CLOSE_S = 5.0
 """For the threads of a transport to end: longer than any question to a peer takes."""

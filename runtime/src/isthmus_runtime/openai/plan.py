@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from ..config import ChatConfig
 from ..errors import InvalidRequest, NeverFits, Overloaded, UnknownModel
 from ..interfaces.backend import Backend
-from ..protocol import MANY_ALLOWED
+from ..protocol.request import MANY_ALLOWED
 from ..request import AdapterName, GenerateRequest, PromptText, SamplingParams, Structure, WrittenIds
 from . import anthropic, responses
 from .answer import Job

@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 
 from ..errors import EngineLost, InvalidRequest, Overloaded, RequestError, UnknownModel
-from ..protocol import AdapterCall
+from ..protocol.calls import AdapterCall
 from .links import LOST, Links, lost
 from .pool import EnginePool
 

@@ -11,16 +11,10 @@ from urllib.parse import urlsplit
 from ..errors import Cancelled, DeadlineExceeded, EngineFailed, EngineLost, Overloaded, RequestError, is_panic
 from ..interfaces.backend import Said, Take
 from ..metrics import RouterMetrics
-from ..protocol import (
-    CLIENT_HEADER,
-    CommitCall,
-    PrefillAnswer,
-    Ticket,
-    TicketCall,
-    parse_line,
-    parse_prefill_answer,
-    parse_prefill_line,
-)
+from ..protocol.calls import CommitCall, PrefillAnswer, TicketCall
+from ..protocol.lines import parse_line, parse_prefill_answer, parse_prefill_line
+from ..protocol.request import CLIENT_HEADER
+from ..protocol.ticket import Ticket
 from ..request import FinishReason, GenerateRequest, TokenChunk
 from ..tracing.span import current
 from .links import LOST, Links, lost, refusal
@@ -216,11 +210,13 @@ class Attempt:
     def _pass_plain(self, take: Take) -> Said | None:
         """What `take` says of the plain lines that are here; None: there is none."""
         assert self._response is not None
+        if self._owed:
+            # Decode's word for the token that was told: `_line` looks at it, and its failure is located and counted.
+            self._lines.add(self._response.here())
+            return None
         chunk = self._lines.plain_of(self._response.here())
         if chunk is None:
             return None
-        if self._owed:
-            chunk = self._without_told(chunk)
         self._hold.heard()
         self._ended = chunk.finish_reason is not None
         return take(chunk)

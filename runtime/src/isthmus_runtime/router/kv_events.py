@@ -8,7 +8,7 @@ import aiohttp
 from pydantic import ValidationError
 
 from ..credentials import Credentials
-from ..protocol import KvEvents
+from ..protocol.info import KvEvents
 from .prefixes import EventGap, StoredBlocks
 
 _log = logging.getLogger(__name__)

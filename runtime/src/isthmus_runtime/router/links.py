@@ -12,7 +12,7 @@ import aiohttp
 
 from ..credentials import Credentials
 from ..errors import EngineLost, RequestError, error_from_json
-from ..protocol import AbortCall, AdapterCall, CommitCall, TicketCall
+from ..protocol.calls import AbortCall, AdapterCall, CommitCall, TicketCall
 from .patience import Patience
 from .wire import CONNECT_TIMEOUT_S, Exchange, Wire
 

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from ..config import RouterConfig
 from ..credentials import Credentials
 from ..metrics import RouterMetrics
-from ..protocol import EngineInfo
+from ..protocol.info import EngineInfo
 from ..request import GENERATES, AdapterName
 from .kv_events import follow
 from .own_time import OwnTime

@@ -12,7 +12,7 @@ from ..config import RouterConfig
 from ..errors import InvalidRequest, Overloaded, RequestError
 from ..interfaces.backend import Take
 from ..metrics import RouterMetrics
-from ..protocol import may_begin_early, request_json
+from ..protocol.request import may_begin_early, request_json
 from ..request import GenerateRequest, ServedTask, TokenChunk
 from ..tokenising import Tokenising
 from .attempt import Attempt, TryElsewhere

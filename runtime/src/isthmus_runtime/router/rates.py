@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from ..protocol import LoadInfo
+from ..protocol.info import LoadInfo
 
 _WINDOW_S = 5.0
 """Rates are means over about this long."""

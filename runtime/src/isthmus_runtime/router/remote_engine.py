@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from ..protocol import AdapterInfo, EngineInfo
+from ..protocol.info import AdapterInfo, EngineInfo
 from .own_time import OwnTime
 from .policy import UNPAIRED, Endpoint, Load, has_room
 from .rates import Rates

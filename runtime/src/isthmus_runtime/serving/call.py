@@ -23,8 +23,8 @@ PIECE = "isthmus.answer.piece"
 which it is not where there is something to wait for first: that is for `send`. Raises ConnectionResetError."""
 
 DROPPED = "isthmus.body.dropped"
-"""Extension of the ASGI scope: to its `tell` the body, which was read whole, is needed no more, but for so many bytes.
-"""
+"""Extension of the ASGI scope: to its `tell` the body, which was read whole, is needed no more; what is held instead,
+and whose it is, is told with it."""
 
 
 class Cut(Exception):

@@ -30,8 +30,7 @@ class Limits:
     max_connections_per_address: int = 8_192
     """Half of all by default: everybody may come from the one address of a gateway."""
     max_body_memory: int = 256 << 20
-    """Bytes of all bodies that arrive or are not planned yet, and of what jobs keep of them; of one address three
-    quarters."""
+    """Bytes of all bodies that arrive or are not planned yet; of one address three quarters."""
     max_unread: int = 256 << 20
     """Bytes of all answers that clients have not read."""
     max_head_bytes: int = 16 << 10

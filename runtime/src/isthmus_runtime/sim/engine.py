@@ -26,7 +26,7 @@ from ..kv.groups import GroupPlan, max_len_that_fits
 from ..kv.plan import KvPlan
 from ..kv.pool import BlockPool
 from ..kv.prefix import BlockEvent
-from ..protocol import AbortCall, CommitCall, GenerateCall, PrefillAnswer, PrefillCall, TicketCall
+from ..protocol.calls import AbortCall, CommitCall, GenerateCall, PrefillAnswer, PrefillCall, TicketCall
 from ..request import FinishReason, TokenChunk
 from ..router.policy import Endpoint
 from ..transfer.agent import TransferAgent

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ..errors import DeadlineExceeded, EngineFailed, Overloaded, RequestError
-from ..protocol import AbortCall, CommitCall, GenerateCall, PrefillAnswer, PrefillCall, Ticket, TicketCall, WireRequest
+from ..protocol.calls import AbortCall, CommitCall, GenerateCall, PrefillAnswer, PrefillCall, TicketCall
+from ..protocol.request import WireRequest
+from ..protocol.ticket import Ticket
 from ..request import FinishReason, GenerateRequest, TokenChunk
 from ..router import policy
 from ..router.policy import Choice, Endpoint, Facts, Fleet, Load, Rules

@@ -17,7 +17,7 @@ from ..errors import Overloaded
 from ..interfaces.handoff import ReceiveJob
 from ..interfaces.transport import CLOSE_S, Done, KvRegion, Piece, TransferResult
 from ..kv.keys import record_key
-from ..protocol import Ticket
+from ..protocol.ticket import Ticket
 from ..transfer.backend import Effective
 from ..transfer.memory import Faults
 from ..transfer.seal import SEAL_BYTES, is_sealed, seal

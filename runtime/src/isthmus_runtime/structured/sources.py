@@ -17,17 +17,12 @@ WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 """llguidance's `whitespace_pattern`, wherever a schema is compiled."""
 
 
-def _schema(text: str) -> dict[str, Any]:
+def _json_schema(text: str) -> str:
     schema = json.loads(text)
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
         raise ValueError(f"a JSON schema is an object, not {type(schema).__name__}")
-    return schema
-
-
-def _json_schema(text: str) -> str:
-    schema = _schema(text)
     grammar: str = LLMatcher.grammar_from_json_schema(closed(schema), overrides={"whitespace_pattern": WHITESPACE})
     return grammar
 

@@ -26,7 +26,8 @@ from ..interfaces.handoff import (
     Sent,
 )
 from ..interfaces.transport import CLOSE_S, KvRegion, Piece, TransferResult
-from ..protocol import CommitCall, Ticket
+from ..protocol.calls import CommitCall
+from ..protocol.ticket import Ticket
 from . import leg as lg
 from .attempts import Ended, Receiving, Sending, ticket_problem
 from .backend import TransferBackend

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ..interfaces.handoff import BlockRef, PromptResult, ReceiveJob, SendJob
 from ..interfaces.transport import Piece
 from ..kv.keys import keys_digest
-from ..protocol import PrefillRecord, Ticket
+from ..protocol.ticket import PrefillRecord, Ticket
 from .leg import Leg
 from .places import Place, block_at, gaps, place
 from .record import Expected, mismatch, unpack_record

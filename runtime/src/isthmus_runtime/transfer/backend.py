@@ -7,7 +7,7 @@ from typing import Protocol
 
 from ..interfaces.handoff import ReceiveJob
 from ..interfaces.transport import KvTransfer
-from ..protocol import Ticket
+from ..protocol.ticket import Ticket
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from ..credentials import Credentials
 from ..errors import ConfigError
 from ..interfaces.handoff import ReceiveJob
 from ..interfaces.transport import CLOSE_S, Done, KvRegion, Piece, TransferResult
-from ..protocol import Ticket
+from ..protocol.ticket import Ticket
 from .backend import Effective
 from .bounded import TookTooLong, run_bounded
 from .drain import Answer, host_of

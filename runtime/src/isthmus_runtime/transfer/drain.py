@@ -9,7 +9,7 @@ from urllib.parse import SplitResult, quote, urlsplit
 from pydantic import ValidationError
 
 from ..credentials import Credentials
-from ..protocol import DrainAnswer
+from ..protocol.ticket import DrainAnswer
 
 ASK_TIMEOUT_S = 0.3
 """Connect and answer, each."""

@@ -18,7 +18,7 @@ from random import Random
 from ..errors import ConfigError, Overloaded
 from ..interfaces.handoff import ReceiveJob
 from ..interfaces.transport import CLOSE_S, Done, KvRegion, Piece, TransferResult
-from ..protocol import Ticket
+from ..protocol.ticket import Ticket
 from .backend import Effective
 from .places import reserved
 

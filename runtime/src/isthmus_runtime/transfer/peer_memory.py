@@ -11,7 +11,6 @@ written through for a while is closed, which takes less time than a process need
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import logging
 import re
 import threading
@@ -21,6 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ..cuda_calls import checked, has_bindings, runtime
 from ..errors import ConfigError
 from ..interfaces.transport import KvRegion
 from .transport import DONE, FAILED, MOVING, Run
@@ -114,7 +114,7 @@ def shifted(runs: Sequence[Run], base: int, mapped: int, nbytes: int) -> list[Ru
 
 def available() -> bool:
     """Whether the package is here by which memory is mapped; torch for CUDA brings it."""
-    return importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.bindings") is not None
+    return has_bindings()
 
 
 def reaches_a_peer(device: str) -> bool:
@@ -122,11 +122,11 @@ def reaches_a_peer(device: str) -> bool:
     native on the other's memory, which they are not over PCIe."""
     if not device.startswith("cuda") or not available():
         return False
-    cuda, own = _runtime(), _index(device)
+    cuda, own = runtime(), _index(device)
     try:
-        peers = [peer for peer in range(int(_call(cuda.cudaGetDeviceCount()))) if peer != own]
+        peers = [peer for peer in range(int(checked(cuda.cudaGetDeviceCount()))) if peer != own]
         native = cuda.cudaDeviceP2PAttr.cudaDevP2PAttrNativeAtomicSupported
-        return any(int(_call(cuda.cudaDeviceGetP2PAttribute(native, own, peer))) for peer in peers)
+        return any(int(checked(cuda.cudaDeviceGetP2PAttribute(native, own, peer))) for peer in peers)
     except RuntimeError as error:
         _log.warning("this GPU's peers are not known: %s", error)
         return False
@@ -197,19 +197,19 @@ class PeerMemory:
         """Raises ConfigError where the pool cannot be offered."""
         if not available():
             raise ConfigError("--transfer-transport nvlink: the package cuda-bindings is not installed; install it")
-        self._cuda, self._device = _runtime(), _index(self.region.device)
+        self._cuda, self._device = runtime(), _index(self.region.device)
         size = self.region.num_blocks * self.region.block_stride
         try:
             self._enter()
             base = _allocation(self.region.base)
             # What has the memory is kept until it is read.
-            shared = _call(self._cuda.cudaIpcGetMemHandle(base))
+            shared = checked(self._cuda.cudaIpcGetMemHandle(base))
             handle = ctypes.string_at(shared.getPtr(), _HANDLE_BYTES)
-            properties = _call(self._cuda.cudaGetDeviceProperties(self._device))
+            properties = checked(self._cuda.cudaGetDeviceProperties(self._device))
             gpu = bytes(properties.uuid.bytes)
             flags = self._cuda.cudaStreamNonBlocking
-            self._streams = [_call(self._cuda.cudaStreamCreateWithFlags(flags)) for _ in range(_STREAMS)]
-            self._scratch = int(_call(self._cuda.cudaMalloc(PROBE_BYTES)))
+            self._streams = [checked(self._cuda.cudaStreamCreateWithFlags(flags)) for _ in range(_STREAMS)]
+            self._scratch = int(checked(self._cuda.cudaMalloc(PROBE_BYTES)))
         except RuntimeError as error:
             raise ConfigError(
                 f"--transfer-transport nvlink: the KV pool on {self.region.device} cannot be shared with other "
@@ -231,8 +231,8 @@ class PeerMemory:
             for number, stream in enumerate(self._streams):
                 if part := runs[number :: len(self._streams)]:
                     copy_runs(self._cuda, part, stream)
-                    events.append(_call(self._cuda.cudaEventCreateWithFlags(self._cuda.cudaEventDisableTiming)))
-                    _call(self._cuda.cudaEventRecord(events[-1], stream))
+                    events.append(checked(self._cuda.cudaEventCreateWithFlags(self._cuda.cudaEventDisableTiming)))
+                    checked(self._cuda.cudaEventRecord(events[-1], stream))
         except RuntimeError:
             # Nobody will ask about the part that is on its way.
             try:
@@ -282,7 +282,7 @@ class PeerMemory:
         self._cuda.cudaFree(self._scratch)
 
     def _enter(self) -> None:
-        _call(self._cuda.cudaSetDevice(self._device))
+        checked(self._cuda.cudaSetDevice(self._device))
 
     def _map(self, offer: Offer) -> _Mapping:
         if offer.host != _host():
@@ -291,7 +291,7 @@ class PeerMemory:
         ctypes.memmove(handle.getPtr(), offer.handle, _HANDLE_BYTES)
         flags = self._cuda.cudaIpcMemLazyEnablePeerAccess
         began = self.clock()
-        address = int(_call(self._cuda.cudaIpcOpenMemHandle(handle, flags)))
+        address = int(checked(self._cuda.cudaIpcOpenMemHandle(handle, flags)))
         mapped, mapping = self.clock(), _Mapping(address, self.clock())
         try:
             gbps = self._read(address + offer.offset, min(PROBE_BYTES, offer.nbytes))
@@ -323,13 +323,13 @@ class PeerMemory:
     def _read(self, source: int, nbytes: int) -> float:
         """GB/s, the best of some tries."""
         cuda, stream = self._cuda, self._streams[0]
-        marks = [_call(cuda.cudaEventCreate()) for _ in range(_PROBES + 1)]
+        marks = [checked(cuda.cudaEventCreate()) for _ in range(_PROBES + 1)]
         for number, mark in enumerate(marks):
             if number:
                 copy_runs(cuda, [Run(source, self._scratch, nbytes)], stream)
-            _call(cuda.cudaEventRecord(mark, stream))
+            checked(cuda.cudaEventRecord(mark, stream))
         self._ended(stream)
-        times = [float(_call(cuda.cudaEventElapsedTime(one, next_))) for one, next_ in pairwise(marks)]
+        times = [float(checked(cuda.cudaEventElapsedTime(one, next_))) for one, next_ in pairwise(marks)]
         for mark in marks:
             cuda.cudaEventDestroy(mark)
         return nbytes / min(times) / 1e6
@@ -353,7 +353,7 @@ def copy_runs(cuda: Any, runs: Sequence[Run], stream: Any) -> None:
     attributes = cuda.cudaMemcpyAttributes()
     attributes.srcAccessOrder = cuda.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
     to, source, sizes = zip(*((run.target, run.source, run.nbytes) for run in runs), strict=True)
-    _call(cuda.cudaMemcpyBatchAsync(to, source, sizes, len(runs), [attributes], [0], 1, stream))
+    checked(cuda.cudaMemcpyBatchAsync(to, source, sizes, len(runs), [attributes], [0], 1, stream))
 
 
 def _host() -> str:
@@ -364,12 +364,6 @@ def _index(device: str) -> int:
     return int(device.partition(":")[2] or 0)
 
 
-def _runtime() -> Any:
-    from cuda.bindings import runtime
-
-    return runtime
-
-
 def _allocation(address: int) -> int:
     """Where the allocation begins that an address is in."""
     from cuda.bindings import driver
@@ -378,11 +372,3 @@ def _allocation(address: int) -> int:
     if code != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(code.name)
     return int(base)
-
-
-def _call(answer: tuple[Any, ...]) -> Any:
-    """What a call of CUDA gives. Raises RuntimeError with its error's name."""
-    code, *rest = answer
-    if code:
-        raise RuntimeError(code.name)
-    return rest[0] if rest else None

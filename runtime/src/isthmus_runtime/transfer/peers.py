@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..credentials import Credentials
-from ..protocol import Ticket
+from ..protocol.ticket import Ticket
 from ..threads import running_pool, send
 from .drain import ASK_TIMEOUT_S, Answer, ask_peer
 from .greeting import NO_ANSWER, greeting_problem

@@ -7,7 +7,7 @@ from itertools import groupby
 from operator import attrgetter
 
 from ..interfaces.handoff import BlockRef
-from ..protocol import ReservedBlocks, Ticket
+from ..protocol.ticket import ReservedBlocks, Ticket
 
 Place = tuple[int, int]
 """(KV group, prompt block index). Sorted, it is the order of a record's key digest and checksum."""

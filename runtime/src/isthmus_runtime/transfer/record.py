@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from ..kv.keys import keys_digest
-from ..protocol import PrefillRecord
+from ..protocol.ticket import PrefillRecord
 
 _HEADER = struct.Struct("<4sII")
 _MAGIC = b"IKVR"

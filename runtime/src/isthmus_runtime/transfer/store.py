@@ -18,7 +18,7 @@ from ..config import apply_native_environment
 from ..interfaces.handoff import ReceiveJob
 from ..interfaces.transport import CLOSE_S, Done, KvRegion, Piece, TransferResult
 from ..kv.keys import record_key
-from ..protocol import Ticket
+from ..protocol.ticket import Ticket
 from .backend import Effective
 from .bounded import TookTooLong, built_for_cpus, connect_problem, run_bounded
 from .joining import StorePool, join_pool, leave_behind

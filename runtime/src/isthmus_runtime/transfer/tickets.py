@@ -11,7 +11,7 @@ import hmac
 import secrets
 from hashlib import sha256
 
-from ..protocol import Ticket
+from ..protocol.ticket import Ticket
 
 MAX_CLAIM_BYTES = 512
 """Longer attempt ids than fit are refused by `sign`, not by the peer."""

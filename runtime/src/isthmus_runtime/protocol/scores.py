@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic_core import from_json, to_json
 
-from .request import TokenLogprobs
+from ..request import TokenLogprobs
 
 LONG = 64 << 10
 """Bytes of JSON from which it is read in pieces."""
