@@ -126,11 +126,13 @@ def one_row_form(columns: int) -> tuple[int, int, int]:
     (runtime/bench/LOG.md). Of the columns alone: joined products have the bits of single ones."""
     even = columns & -columns
     if columns <= 4096:
-        # As much of the weight as registers hold is asked for at once, if it can be in whole pieces.
+        # As much of the weight as registers hold is asked for at once, in whole pieces or nearly so.
         piece = min(4096, even if even >= _LEAST_PIECE else power_of_two(columns, 16))
-        return 1, piece, 8 if piece == 4096 else 4
+        if columns <= 2048 or 8 * columns >= 7 * piece:
+            return 1, piece, 8 if piece == 4096 else 4
+        return 2, _LEAST_PIECE, 4
     # Pieces of a long row queue up behind each other: less of it, of two outputs.
-    if even >= 2048:
+    if even >= 2048 and columns < 16384:
         return 2, 512, 2
     return 2, _LEAST_PIECE, 2 if columns <= 8192 else 4
 
