@@ -3,11 +3,7 @@ and memory that ranks map of each other (kernels' `peer_sum`), one process a GPU
 
 Microseconds a sum: of sums in a CUDA graph, medians of replays, the slowest rank's; in brackets, of single launches.
 
-With `--beside`: milliseconds of a product of so many columns and the sum after it, by rows of the product whose sum is
-made beside the next rows' product, and by the thread blocks that make it.
-
     python runtime/bench/peer_sums.py [--ranks 2] [--width 5120] [--rows 1,128] [--rooms 131072,655360] [--out JSON]
-        [--beside 4096,12800]
 """
 
 from __future__ import annotations
@@ -26,7 +22,6 @@ from torch import Tensor, distributed
 
 from isthmus_kernels import dispatch
 from isthmus_kernels.peer_sum import reference
-from isthmus_kernels.peer_sum.cuda_impl import peer_sum_add_rms_norm
 from isthmus_runtime.config import apply_native_environment
 from isthmus_runtime.executor.peer_sums import PeerSums, open_peer_sums
 from isthmus_runtime.executor.ranks import join
@@ -108,57 +103,6 @@ def wrong(form: Form, x: Tensor, group: distributed.ProcessGroup, nccl: Any, fil
     return "" if error < 4e-3 else f"error {error:.1e}{'' if exact else ', residual differs'}"
 
 
-def beside(sums: PeerSums, columns: int, rows: int, width: int, group: distributed.ProcessGroup) -> dict[str, float]:
-    """Milliseconds, the slower rank's, by pieces and blocks."""
-    x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
-    weight = torch.randn(width, columns, device="cuda", dtype=torch.bfloat16) / columns**0.5
-    residual, out, normed = (torch.zeros(rows, width, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    norm, inboxes = torch.ones(width, device="cuda", dtype=torch.bfloat16), sums._inboxes
-    side = torch.cuda.Stream(priority=-1)
-
-    def once(pieces: int, blocks: int) -> None:
-        main = torch.cuda.current_stream()
-        for number in range(pieces):
-            own = slice(rows * number // pieces, rows * (number + 1) // pieces)
-            torch.mm(x[own], weight.T, out=out[own])
-            if number == pieces - 1:
-                main.wait_stream(side)
-                sums.sum_add_rms_norm(out[own], residual[own], norm, EPS, normed[own])
-                return
-            side.wait_stream(main)
-            with torch.cuda.stream(side):
-                most = inboxes.rows(residual, blocks)
-                for first in range(own.start, own.stop, most):
-                    part = slice(first, min(first + most, own.stop))
-                    peer_sum_add_rms_norm(out[part], residual[part], norm, EPS, normed[part], inboxes, blocks=blocks)
-
-    def timed_ms(run: Callable[[], None]) -> float:
-        run()
-        found = []
-        for _ in range(5):
-            torch.cuda.synchronize()
-            distributed.barrier(group)
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(4):
-                run()
-            end.record()
-            torch.cuda.synchronize()
-            found.append(begin.elapsed_time(end) / 4)
-        both = [torch.zeros(1, dtype=torch.float64) for _ in range(distributed.get_world_size(group))]
-        distributed.all_gather(both, torch.tensor([statistics.median(found)], dtype=torch.float64), group=group)
-        return float(max(both))
-
-    made = {
-        "product alone": timed_ms(lambda: torch.mm(x, weight.T, out=out)),
-        "one after the other": timed_ms(lambda: once(1, 0)),
-    }
-    for pieces in (2, 3, 4, 6, 8):
-        for blocks in (8, 16, 24, 32, 48, 66):
-            made[f"{pieces} pieces, {blocks} blocks"] = timed_ms(lambda p=pieces, b=blocks: once(p, b))  # type: ignore[misc]
-    return made
-
-
 def rank_main(args: argparse.Namespace) -> None:
     apply_native_environment({"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"})
     device = torch.device("cuda", args.rank)
@@ -187,16 +131,6 @@ def rank_main(args: argparse.Namespace) -> None:
             sums.sum_add_rms_norm(x, r, w, EPS, o)
 
         forms[f"own, room {room >> 10} KiB"] = fused
-    if args.beside:
-        found = {
-            f"{count} rows of {columns} columns": beside(opened[0], int(columns), count, args.width, ranks.plans)
-            for columns in args.beside.split(",")
-            for count in rows
-        }
-        if not args.rank:
-            print(json.dumps(found), flush=True)
-        distributed.barrier(ranks.plans)
-        return
     memory = None
     try:
         symmetric = symmetric_forms(nccl, max(rows), args.width, device)
@@ -238,21 +172,14 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=5120, help="of a row, bf16")
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
     parser.add_argument("--rooms", default="131072", help="bytes that a thread block has for one other rank")
-    parser.add_argument("--beside", default="", help="columns of this rank's part of a product, comma-separated")
     parser.add_argument("--out", default="", help="JSON file for the results")
     in_ranks.add_arguments(parser)
     args = parser.parse_args()
     if args.rank >= 0:
         rank_main(args)
         return 0
-    flags = ["--width", str(args.width), "--rows", args.rows, "--rooms", args.rooms, "--beside", args.beside]
+    flags = ["--width", str(args.width), "--rows", args.rows, "--rooms", args.rooms]
     table = in_ranks.run(__file__, flags, args.ranks, LIMIT_S)
-    if args.beside:
-        for title, times in table.items():
-            print(title + "".join(f"\n  {ms:8.3f} ms  {name}" for name, ms in times.items()))
-        if args.out:
-            Path(args.out).write_text(json.dumps(table, indent=1))
-        return 0
     counts = sorted({int(count) for times in table.values() for count in times})
     print(f"{args.width} columns, bf16; rows " + "".join(f"{count:>16}" for count in counts))
     print(f"{'MiB':24}" + "".join(f"{count * args.width * 2 / 2**20:>16.2f}" for count in counts))

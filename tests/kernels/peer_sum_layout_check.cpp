@@ -59,9 +59,8 @@ static void simulate(unsigned seed, int ranks, int parities) {
     std::mt19937 rng(seed);
     const int blocks = 3, most = 4, calls = 60;
     const int64_t room = most;  // in words here
-    std::vector<int> rows(calls), limits(calls);
-    for (int &limit : limits) limit = rng() % 3 ? blocks : 1 + int(rng() % blocks);
-    for (int i = 0; i < calls; i++) rows[size_t(i)] = 1 + int(rng() % unsigned(limits[size_t(i)] * most));
+    std::vector<int> rows(calls);
+    for (int &count : rows) count = 1 + int(rng() % (blocks * most));
     std::vector<Rank> all(size_t(ranks), Rank{});
     for (Rank &rank : all) {
         rank.inbox.assign(size_t(inbox_bytes(blocks, ranks, room)), kEmpty);
@@ -86,8 +85,7 @@ static void simulate(unsigned seed, int ranks, int parities) {
         const int me = int(rng() % unsigned(ranks));
         Rank &rank = all[size_t(me)];
         if (rank.call == calls) continue;
-        const int count = rows[size_t(rank.call)], taking = std::min(count, limits[size_t(rank.call)]);
-        const int block = int(rng() % unsigned(taking));
+        const int count = rows[size_t(rank.call)], taking = std::min(count, blocks), block = int(rng() % unsigned(taking));
         const int of_block = (count - block + taking - 1) / taking;
         int &sent = rank.sent[size_t(block)], &read = rank.read[size_t(block)];
         const uint32_t before = rank.calls[size_t(block)] % unsigned(parities);

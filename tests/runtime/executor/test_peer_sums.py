@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,12 +43,6 @@ class Library:
     def sum_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         self.sum(x)
         dispatch.add_rms_norm(x, residual, weight, eps, out=out)
-
-    def pieces(self, residual: Tensor) -> Sequence[slice]:
-        return ()
-
-    def begin(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-        self.sum_add_rms_norm(x, residual, weight, eps, out)
 
     def gather(self, part: Tensor) -> Tensor:
         return torch.stack([part, part])
@@ -128,15 +122,6 @@ def test_large_sums_of_many_ranks_are_the_librarys(
     made.sum_add_rms_norm(x.clone(), residual, weight, 1e-6, torch.empty_like(x))
     made.sum(x)
     assert (library.rows, sum(calls)) == ((2 * rows, 0) if by_library else (0, 2 * rows))
-
-
-@pytest.mark.parametrize("rows", [1, 4095, 4096, 5000, 6143, 6144, 8192, 100_001])
-def test_long_outputs_are_made_in_pieces_that_fill_the_device(rows: int) -> None:
-    pieces = peer_sums.cut(rows)
-    assert len(pieces) == (rows // 2048 if rows >= 4096 else 0)
-    if pieces:
-        assert [row for piece in pieces for row in range(rows)[piece]] == list(range(rows))
-        assert min(piece.stop - piece.start for piece in pieces) >= 2048
 
 
 def test_rows_that_the_kernel_does_not_take_are_the_librarys(calls: list[int]) -> None:

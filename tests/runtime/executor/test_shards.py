@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -83,26 +83,14 @@ class InMemory:
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self.rank, self.meeting = rank, meeting
-        self.begun: list[Callable[[], None]] = []
 
     def sum(self, x: Tensor) -> None:
-        begun, self.begun = self.begun, []
-        for one in begun:
-            one()
         x.copy_(torch.stack(self.meeting.all(self.rank, x)).sum(0))
 
     def sum_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         self.sum(x)
         dispatch.add_rms_norm(x, residual, weight, eps, out=out)
         x.fill_(math.nan) if x.data_ptr() != out.data_ptr() else None  # nobody reads it
-
-    def pieces(self, residual: Tensor) -> Sequence[slice]:
-        third = len(residual) // 3
-        return [slice(0, third), slice(third, 2 * third), slice(2 * third, None)] if third else ()
-
-    def begin(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-        # As late as may be.
-        self.begun.append(lambda: self.sum_add_rms_norm(x, residual, weight, eps, out))
 
     def gather(self, part: Tensor) -> Tensor:
         return torch.stack(self.meeting.all(self.rank, part))

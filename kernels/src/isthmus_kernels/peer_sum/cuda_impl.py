@@ -14,7 +14,7 @@ MOST_RANKS = 8
 EMPTY = 0xFF
 """Every byte of an inbox before the first call, and of what was read out of it."""
 _MOST_ROW_BYTES = 4 * 1024 * 16
-_CALL = struct.Struct("21qd8q")
+_CALL = struct.Struct("20qd8q")
 _DTYPES = MappingProxyType({torch.bfloat16: 0, torch.float16: 1, torch.float32: 2})
 
 
@@ -25,8 +25,8 @@ def inbox_bytes(ranks: int, blocks: int, room: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Inboxes:
-    """What one rank knows of all. Blocks, room and the number of ranks are the same on each; calls too, in one order,
-    each of a rank after its last one has ended."""
+    """What one rank knows of all. Blocks, room and the number of ranks are the same on each; calls too, in one order
+    and on one stream of each rank."""
 
     rank: int
     addresses: tuple[int, ...]
@@ -46,9 +46,9 @@ class Inboxes:
     def __post_init__(self) -> None:
         assert 2 <= len(self.addresses) <= MOST_RANKS and self.room % 16 == 0
 
-    def rows(self, x: Tensor, blocks: int | None = None) -> int:
-        """How many rows of x's width and dtype one call takes at most, by all thread blocks or by `blocks` of them."""
-        return (blocks or self.blocks) * (self.room // (x.shape[1] * x.element_size()))
+    def rows(self, x: Tensor) -> int:
+        """How many rows of x's width and dtype one call takes at most."""
+        return self.blocks * (self.room // (x.shape[1] * x.element_size()))
 
 
 def refusal(x: Tensor) -> str | None:
@@ -67,14 +67,7 @@ def peer_sum(x: Tensor, inboxes: Inboxes) -> None:
 
 
 def peer_sum_add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    out: Tensor,
-    inboxes: Inboxes,
-    *,
-    blocks: int | None = None,
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor, inboxes: Inboxes
 ) -> None:
     """Add the sum over all ranks to `residual`, in place and rounded once, and write its RMSNorm to `out`.
 
@@ -82,11 +75,10 @@ def peer_sum_add_rms_norm(
         x: this rank's summand ``[T, H]``, T at most `Inboxes.rows`; or for 16-bit residuals fp32 ``[P, T, H]``: P
             parts, which are added in order and rounded to the residual's dtype.
         residual, weight, out: ``[T, H]``, ``[H]``, ``[T, H]``, the same on every rank; `out` may be x.
-        blocks: thread blocks that take part, all by default: fewer leave room for what runs at the same time.
     """
     assert residual.shape == x.shape[-2:] == out.shape and weight.shape == x.shape[-1:]
     assert residual.dtype == out.dtype == weight.dtype and (x.dim() == 3 or x.dtype == residual.dtype)
-    _launch(x, residual, weight, eps, out, inboxes, blocks)
+    _launch(x, residual, weight, eps, out, inboxes)
 
 
 def _launch(
@@ -96,7 +88,6 @@ def _launch(
     eps: float,
     out: Tensor,
     inboxes: Inboxes,
-    blocks: int | None = None,
 ) -> None:
     rows, width = out.shape
     if rows == 0:
@@ -104,7 +95,7 @@ def _launch(
     lib = cuda_library.library()
     assert lib is not None, "inboxes were made without the library"
     assert refusal(out) is None, refusal(out)
-    assert rows <= inboxes.rows(out, blocks), f"{rows} rows, of at most {inboxes.rows(out, blocks)}"
+    assert rows <= inboxes.rows(out), f"{rows} rows, of at most {inboxes.rows(out)}"
     for matrix in (x, out, residual):
         if matrix is not None:
             aligned = all(number % 16 == 0 for number in (matrix.data_ptr(), *_strides(matrix)))
@@ -121,7 +112,7 @@ def _launch(
         *(parts, part_stride),
         *(x_row, 0 if residual is None else _strides(residual)[0], _strides(out)[0]),
         *(_DTYPES[out.dtype], x.device.index),
-        *(inboxes.rank, ranks, inboxes.blocks, inboxes.room, blocks or inboxes.blocks),
+        *(inboxes.rank, ranks, inboxes.blocks, inboxes.room),
         *(inboxes.calls.data_ptr(), inboxes.words.data_ptr()),
         int(inboxes.patience_s * 1e9),
         eps,

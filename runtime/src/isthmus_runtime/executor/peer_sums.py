@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,10 +37,6 @@ ROOM = 256 << 10
 LIMIT = 16 << 20
 """Bytes that one rank of three and more sends to all others, from which on NCCL sums: it sends each
 byte twice at most."""
-_PIECE_ROWS = 2048
-"""Of a product whose rows are summed beside the rows that follow: enough to fill the device. Measured on an H200."""
-_PIECE_BLOCKS = 24
-"""Thread blocks that sum beside a product: it gets the multiprocessors that they leave."""
 _HANDLE_BYTES = 64
 _TOLD_BYTES = 256
 _PROBE_BYTES = 256
@@ -51,18 +47,15 @@ class PeerSums:
 
     parts = True
 
-    def __init__(self, over: Collectives, inboxes: Inboxes, limit: int, side: torch.cuda.Stream | None = None) -> None:
+    def __init__(self, over: Collectives, inboxes: Inboxes, limit: int) -> None:
         """`over` does what cannot be done by these sums, and with more than two ranks what would have each send more
-        than `limit` bytes. `side`: for sums beside products, of a higher priority than the stream of these; None: there
-        are none."""
+        than `limit` bytes."""
         self._over, self._inboxes = over, inboxes
-        self._side, self._begun = side, False
         ranks = len(inboxes.addresses)
         self._limit = None if ranks == 2 else limit // (ranks - 1)
 
     def sum(self, x: Tensor) -> None:
         """In place."""
-        self._finish()
         if self._takes(x):
             for part in x.split(self._inboxes.rows(x)):
                 peer_sum(part, self._inboxes)
@@ -71,7 +64,6 @@ class PeerSums:
 
     def sum_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         """In one kernel, which rounds once."""
-        self._finish()
         if not self._takes(residual):
             own = x.sum(0).to(residual.dtype) if x.dim() == 3 else x
             self._over.sum_add_rms_norm(own, residual, weight, eps, out)
@@ -80,29 +72,6 @@ class PeerSums:
         for first in range(0, len(residual), most):
             rows = slice(first, first + most)
             peer_sum_add_rms_norm(x[..., rows, :], residual[rows], weight, eps, out[rows], self._inboxes)
-
-    def pieces(self, residual: Tensor) -> Sequence[slice]:
-        """Where there are enough rows for products that fill the device: of long prompts."""
-        return cut(len(residual)) if self._side is not None and self._takes(residual) else ()
-
-    def begin(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-        """On the side stream, after all that was launched, by few thread blocks."""
-        assert self._side is not None
-        self._side.wait_stream(torch.cuda.current_stream(x.device))
-        self._begun = True
-        blocks = min(_PIECE_BLOCKS, self._inboxes.blocks)
-        most = self._inboxes.rows(residual, blocks)
-        with torch.cuda.stream(self._side):
-            for first in range(0, len(residual), most):
-                rows = slice(first, first + most)
-                peer_sum_add_rms_norm(x[rows], residual[rows], weight, eps, out[rows], self._inboxes, blocks=blocks)
-
-    def _finish(self) -> None:
-        """Calls follow one another, on whatever stream."""
-        if self._begun:
-            assert self._side is not None
-            torch.cuda.current_stream(self._side.device).wait_stream(self._side)
-            self._begun = False
 
     def gather(self, part: Tensor) -> Tensor:
         """By what these sums stand over."""
@@ -120,12 +89,6 @@ class PeerSums:
     def _takes(self, x: Tensor) -> bool:
         fits = refusal(x) is None and self._inboxes.rows(x) > 0
         return fits and (self._limit is None or x.nbytes <= self._limit)
-
-
-def cut(rows: int) -> Sequence[slice]:
-    """Equal pieces that are large enough each; none where that is not more than one."""
-    count = rows // _PIECE_ROWS
-    return [slice(rows * i // count, rows * (i + 1) // count) for i in range(count)] if count > 1 else ()
 
 
 class _Refused(Exception):
@@ -192,7 +155,7 @@ def open_peer_sums(
         "ranks sum by memory of each other over NVLink, for which %d MiB of each GPU are taken",
         inbox_bytes(ranks.size, inboxes.blocks, room) >> 20,
     )
-    return PeerSums(over, inboxes, limit, torch.cuda.Stream(device, priority=-1))
+    return PeerSums(over, inboxes, limit)
 
 
 def _refusal(ranks: _Ranks, device: torch.device) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -73,16 +73,6 @@ class Collected:
         """The sum is rounded before it is added."""
         self.sum(x)
         dispatch.add_rms_norm(x, residual, weight, eps, out=out)
-
-    def pieces(self, residual: torch.Tensor) -> Sequence[slice]:
-        """None: the library's kernels take what room they like."""
-        return ()
-
-    def begin(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor
-    ) -> None:
-        """Not beside anything."""
-        self.sum_add_rms_norm(x, residual, weight, eps, out)
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """[size, *part.shape], by rank."""

@@ -87,11 +87,7 @@ class Linear:
         """The product x [T, in] of a branch to its joint. `out` [T, out], not x, is for what is not added."""
         norm = joint.norm
         adapted = slots is not None and self.adapters is not None
-        if not adapted and (pieces := joint.pieces()):
-            for rows in pieces[:-1]:
-                joint.of(rows).begin(self(x[rows], out[rows]))
-            joint.of(pieces[-1]).take(self(x[pieces[-1]], out[pieces[-1]]))
-        elif norm is None or not joint.direct or adapted:
+        if norm is None or not joint.direct or adapted:
             parts = dispatch.linear_parts(x, self._packed) if joint.takes_parts and not adapted else None
             joint.take(self(x, out, slots) if parts is None else parts)
         else:

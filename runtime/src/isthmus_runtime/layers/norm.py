@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -48,14 +47,6 @@ class RankSums(Protocol):
                 What is left in it is not told.
         """
 
-    def pieces(self, residual: Tensor) -> Sequence[slice]:
-        """The rows in which an output of the shape of `residual` is to be made, all but the last handed to `begin`, so
-        that they are summed beside the product of the next; none: as a whole."""
-
-    def begin(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-        """`sum_add_rms_norm` of x [T, H], beside what is launched next. The next sum waits for it, and nothing may
-        touch these tensors before."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joint:
@@ -81,22 +72,6 @@ class Joint:
     def takes_parts(self) -> bool:
         """Whether an output may come as fp32 [P, T, H], whose sum over P it is."""
         return self.ranks is not None and self.ranks.parts and self.after is None and self.norm is not None
-
-    def pieces(self) -> Sequence[slice]:
-        """The rows in which an output is to be made, the first ones for `begin` of their own joint and the last for
-        `take`; none: as a whole."""
-        if self.ranks is None or self.after is not None or self.norm is None:
-            return ()
-        return self.ranks.pieces(self.residual)
-
-    def of(self, rows: slice) -> Joint:
-        """That of these rows."""
-        return replace(self, residual=self.residual[rows], normed=self.normed[rows])
-
-    def begin(self, output: Tensor) -> None:
-        """Take the output of rows that more follow."""
-        assert self.ranks is not None and self.norm is not None
-        self.ranks.begin(output, self.residual, self.norm.weight, self.norm.eps, self.normed)
 
     def take(self, output: Tensor) -> None:
         """The whole output [T, H] of a branch, or its parts; it is changed."""

@@ -65,12 +65,6 @@ class Collectives(Protocol):
     def sum_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         """Add the sum over all ranks to `residual` [T, H], in place, and write its norm to `out`."""
 
-    def pieces(self, residual: Tensor) -> Sequence[slice]:
-        """The rows in which a summand is to be made, all but the last for `begin`; none: as a whole."""
-
-    def begin(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-        """`sum_add_rms_norm`, beside what is launched until the next sum."""
-
     def gather(self, part: Tensor) -> Tensor:
         """The parts of all ranks, which have one shape, by rank: [size, *part.shape]."""
 

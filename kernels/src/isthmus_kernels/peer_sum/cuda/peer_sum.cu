@@ -5,9 +5,8 @@
 // it empty again. So nothing depends on the order in which stores arrive, not even on the 16 bytes of one arriving together.
 // Calls alternate between two halves of an inbox (`parity`). A half is written again two calls later: the writer has then
 // ended the call between, for which it needed what the reader sent after its kernel before had ended, emptying included.
-// Every rank makes the same calls, one after the other. A block counts the calls that it took part in; as many blocks take
-// part in a call on every rank, so their counts agree. A block waits for the block of its number of another rank, which runs
-// at once or when other kernels give it room: none of these may wait for a sum.
+// Every rank makes the same calls, each on one stream. A block counts the calls that it took part in; as many blocks take
+// part on every rank, so their counts agree. They are all resident at once, since those of another rank wait for them.
 //
 // Each element is added in the order of ranks, in fp32: the same bits on every rank, whoever was first.
 #include <cuda_runtime.h>
@@ -31,7 +30,6 @@ struct Call {
     int64_t dtype;  // 0: bf16, 1: fp16, 2: fp32
     int64_t device;
     int64_t rank, ranks, blocks, room;
-    int64_t most;  // blocks that take part, at most
     int64_t calls, words;  // addresses
     int64_t patience_ns;
     double eps;
@@ -293,8 +291,8 @@ EXPORT int64_t isthmus_peer_sum(const Call *call, cudaStream_t stream) {
     if (const cudaError_t code = cudaGetDevice(&current)) return code;
     if (current != call->device) return cudaErrorInvalidDevice;
     const int64_t row_bytes = call->width * (call->dtype == 2 ? 4 : 2);
-    const int64_t blocks = std::min(call->rows, call->most);
-    if (call->ranks > kMostRanks || row_bytes % 16 || blocks < 1 || call->most > call->blocks) return cudaErrorInvalidValue;
+    const int64_t blocks = std::min(call->rows, call->blocks);
+    if (call->ranks > kMostRanks || row_bytes % 16 || blocks < 1) return cudaErrorInvalidValue;
     if ((call->rows + blocks - 1) / blocks * row_bytes > call->room) return cudaErrorInvalidValue;
     const bool norm = call->residual != 0;
     const int vectors = int(row_bytes / 16);
