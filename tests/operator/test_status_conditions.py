@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from isthmus_operator.api import reasons
 from isthmus_operator.api.reasons import EVENTS, TEXTS, Reason
 from isthmus_operator.api.status import Status as StatusModel
 from isthmus_operator.api.v1alpha1 import InferenceService, parse
+from isthmus_operator.commands import cluster
 from isthmus_operator.commands.cluster import blocking, explain_text, plan_steps, status_text
 from isthmus_operator.errors import InvalidSpec
 from isthmus_operator.plan.events import events
@@ -304,6 +306,15 @@ def test_plan_prints_the_steps_of_a_rollout() -> None:
     assert texts[0].endswith("stop 1 (2 -> 1)")
     assert not any(step.get("gap") for step in steps)
     assert plan_steps(service(engine={"image": "engine:2"}), world) == []
+
+
+def test_plan_says_where_it_stopped_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, target = settled(service()), service(engine={"image": "engine:2"})
+    monkeypatch.setattr(cluster, "rehearse", partial(rehearse, limit=3))
+    *steps, last = plan_steps(target, world)
+    assert steps and last["unfinished"] and "not complete after 3 steps" in last["text"]
+    monkeypatch.undo()
+    assert not any("unfinished" in step for step in plan_steps(target, world)), "from there on it comes to its end"
 
 
 @pytest.mark.parametrize("forged", ["0000-01-01T00:00:00Z", "9999-12-31T23:59:59Z"])

@@ -9,6 +9,7 @@ from isthmus_runtime.config import SchedulerConfig
 from isthmus_runtime.engine.draft_model import DraftModel
 from isthmus_runtime.engine.scheduler import Scheduler
 from isthmus_runtime.engine.sequence import Effect
+from isthmus_runtime.errors import RequestError
 from isthmus_runtime.executor.fake import ENTRY_BYTES, FakeAdapter, FakeExecutor, Windows
 from isthmus_runtime.interfaces.steps import StepOutput
 from isthmus_runtime.kv.groups import GroupPlan
@@ -155,6 +156,12 @@ class World:
                     self.ends[sid].append(chunk)
             else:
                 self.effects.append(effect)
+
+    def fail(self, attempt: str, error: RequestError, *, alone: bool = False) -> None:
+        """Its KV does not come, of which the router has told before, unless this engine is `alone` with it."""
+        if not alone:
+            self.take(self.scheduler.committed(attempt, None))
+        self.take(self.scheduler.transfer_failed(attempt, error, self.now))
 
     def _poison_free(self) -> None:
         """Free blocks hold garbage: reading one changes the tokens."""

@@ -68,7 +68,11 @@ def build_serve_parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--max-connections", default="16384", help="fewer where RLIMIT_NOFILE has no room for them")
     p.add_argument("--max-connections-per-address", default="8192", help="a gateway in front is one address")
-    p.add_argument("--max-body-memory", default="256Mi", help="of all request bodies that are not answered yet")
+    p.add_argument(
+        "--max-body-memory",
+        default="256Mi",
+        help="of all request bodies that are not answered yet; a third of what the memory limit leaves at most",
+    )
     p.add_argument("--memory-limit", default="", help="near which requests are refused; default: the control group's")
     p.add_argument("--trace-endpoint", default="", help="http(s)://host:4318 of an OpenTelemetry collector; none: off")
     p.add_argument("--trace-sampling", default="1", help="share of traces that begin here, above 0 up to 1")

@@ -30,7 +30,7 @@ def sending(world: World) -> list[int]:
 def test_a_sender_keeps_its_reader_leases_until_its_transfer_is_drained() -> None:
     world = World(prefix_caching=False)
     ids = sending(world)
-    world.take(world.scheduler.transfer_failed("t", FAILED))
+    world.fail("t", FAILED)
     world.scheduler.released("t", False)
     assert {world.pool.state(block).name for block in ids} == {"OWNED"}, "late reads would send somebody else's KV"
     world.scheduler.check()
@@ -42,7 +42,7 @@ def test_a_sender_keeps_its_reader_leases_until_its_transfer_is_drained() -> Non
 def test_a_repeated_call_cannot_take_over_what_an_ended_attempt_still_holds() -> None:
     world = World(prefix_caching=False)
     sending(world)
-    world.take(world.scheduler.transfer_failed("t", FAILED))
+    world.fail("t", FAILED)
     for kind in (Kind.SEND, Kind.RECEIVE):
         with pytest.raises(InvalidRequest, match="already in progress"):
             world.scheduler.add(request("r", [1, 2, 3], 1), world.now, kind=kind, attempt="t")

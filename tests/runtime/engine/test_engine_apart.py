@@ -380,6 +380,11 @@ class Slow:
             raise ValueError("a flaw")
         return self
 
+    apart_s = 0.0
+
+    def lost(self) -> None:
+        return None
+
     def allowed(self, generated: object) -> None:
         return None
 

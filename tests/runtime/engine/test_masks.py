@@ -30,6 +30,11 @@ ODD = b"\xaa" * 124
 class Rule:
     """Odd tokens only; from the third on it waits for the gate, and fails if it is told to."""
 
+    apart_s = 0.0
+
+    def lost(self) -> RequestError | None:
+        return None
+
     def __init__(self, error: BaseException | None = None) -> None:
         self.gate = threading.Event()
         self.error = error
@@ -152,6 +157,11 @@ def test_a_late_mask_comes_once_its_token_was_seen() -> None:
 
 class Costs:
     """Uses 20 ms of processor time for a mask if it is told to, and says when it was asked."""
+
+    apart_s = 0.0
+
+    def lost(self) -> RequestError | None:
+        return None
 
     def __init__(self, name: str, order: list[str], much: bool = False) -> None:
         self.name, self.order, self.much = name, order, much

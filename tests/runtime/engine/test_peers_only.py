@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +14,7 @@ import aiohttp
 import pytest
 from engine_stack import engine
 from engine_world import request
+from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from serving import served
 from tokens import Issuer, write
@@ -21,12 +22,13 @@ from tokens import Issuer, write
 from isthmus_runtime.credentials import Credentials
 from isthmus_runtime.engine.kv_events import KvEventFeed
 from isthmus_runtime.engine.server import BODIES, EngineMeters, EngineServer
-from isthmus_runtime.protocol.calls import CommitCall, GenerateCall
+from isthmus_runtime.protocol.calls import AdapterCall, CommitCall, GenerateCall, PrefillCall
 from isthmus_runtime.protocol.info import EngineInfo, KvInfo, TransferInfo
 from isthmus_runtime.protocol.request import WireRequest
 from isthmus_runtime.router.kv_events import follow
 from isthmus_runtime.router.links import Links
 from isthmus_runtime.router.prefixes import StoredBlocks
+from isthmus_runtime.serving.access import INTERNAL, OF_RUNNING
 from isthmus_runtime.serving.app import add_pages, make_app
 from isthmus_runtime.serving.in_flight import InFlight
 from isthmus_runtime.transfer.drain import ask_peer
@@ -61,7 +63,10 @@ class Told(StoredBlocks):
 
 
 @asynccontextmanager
-async def server(folder: Path, role: Role) -> AsyncIterator[int]:
+async def server(
+    folder: Path, role: Role, in_flight: InFlight | None = None, made: Callable[[FastAPI], object] = bool
+) -> AsyncIterator[int]:
+    """`made` gets the application."""
     with engine() as backend:
         kv = KvInfo(
             block_size=4, physical_blocks=65, usable_blocks=64, bytes_per_block=32, max_model_len=128, layout_digest="d"
@@ -81,7 +86,7 @@ async def server(folder: Path, role: Role) -> AsyncIterator[int]:
                 version="0",
             ),
             EngineMeters(CollectorRegistry(), "fake"),
-            InFlight(),
+            InFlight() if in_flight is None else in_flight,
             no_progress_timeout_s=30.0,
             clock=time.monotonic,
             kv_events=feed,
@@ -91,6 +96,7 @@ async def server(folder: Path, role: Role) -> AsyncIterator[int]:
         metered.add_internal(app)
         metered.add_metrics(app)
         add_pages(app)
+        made(app)
         async with served(app) as port:
             try:
                 yield port
@@ -129,6 +135,37 @@ def test_no_internal_route_serves_a_stranger(folder: Path, role: Role) -> None:
             for path in ("/health", "/ready", "/info", "/metrics"):
                 async with s.get(path) as answer:
                     assert answer.status == 200, path
+
+    asyncio.run(main())
+
+
+def test_every_internal_route_is_new_work_or_known_to_be_of_what_runs(folder: Path) -> None:
+    """While memory is short or the engine drains new work is refused, and what lets requests end is heard."""
+    reads = {"/internal/kv-events"}
+    """Takes up a reader, and no work."""
+
+    async def main() -> None:
+        in_flight, apps = InFlight(), list[FastAPI]()
+        async with server(folder, "unified", in_flight, apps.append) as port, client(port) as s:
+            routes = {path for route in apps[0].routes if (path := getattr(route, "path", "")).startswith(INTERNAL)}
+            running = {path.decode() for path in OF_RUNNING}
+            assert running < routes and len(routes) >= 8
+            in_flight.start_drain()
+            headers = {"Authorization": f"Bearer {CLUSTER.token()}"}
+            wanted = WireRequest.of(request("r1", [1, 2, 3], 2))
+            bodies = {
+                "/internal/generate": GenerateCall(request=wanted),
+                "/internal/prefill": PrefillCall(request=wanted, attempt="a"),
+                "/internal/adapter": AdapterCall(name="one"),
+            }
+            for path in sorted(routes - running - reads):
+                async with s.post(
+                    path, data=bodies[path].model_dump_json(exclude_none=True), headers=headers
+                ) as answer:
+                    assert (answer.status, (await answer.json())["error"]["code"]) == (503, "overloaded"), (
+                        path,
+                        await answer.text(),
+                    )
 
     asyncio.run(main())
 

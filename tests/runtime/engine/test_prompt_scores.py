@@ -89,7 +89,7 @@ def test_decode_scores_a_prompt_that_it_computes_again() -> None:
     world.add(asking("t", prompt, 4), kind=Kind.RECEIVE, attempt="t")
     world.turn()
     assert any(isinstance(e, OpenReceive) for e in world.effects)
-    world.take(world.scheduler.transfer_failed("t", TransferFailed("lost", stage="sending", attempt="t")))
+    world.fail("t", TransferFailed("lost", stage="sending", attempt="t"))
     world.scheduler.released("t", True)
     world.run()
     assert world.scores["t"] == expected_scores(prompt, 2)

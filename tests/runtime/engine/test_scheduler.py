@@ -16,7 +16,7 @@ from isthmus_runtime.config import SchedulerConfig
 from isthmus_runtime.engine import drafts
 from isthmus_runtime.engine.aging import EVERY
 from isthmus_runtime.engine.completion import TICKET_S
-from isthmus_runtime.engine.drafts import Drafter
+from isthmus_runtime.engine.drafters import Drafter
 from isthmus_runtime.engine.scheduler import Scheduler
 from isthmus_runtime.engine.sequence import CancelAttempt, FinishSend, Kind, OpenReceive, Phase, SendBlocks
 from isthmus_runtime.errors import DeadlineExceeded, EngineFailed, InvalidRequest, NeverFits, Overloaded, TransferFailed
@@ -207,7 +207,7 @@ def test_a_second_word_about_a_failed_transfer_does_not_begin_the_recompute_agai
     world.add(request("r", [1, 2, 3, 4, 5], 4), kind=Kind.RECEIVE, attempt="t")
     world.turn()
     for _ in range(2):
-        world.take(world.scheduler.transfer_failed("t", TransferFailed("lost", stage="receiving", attempt="t")))
+        world.fail("t", TransferFailed("lost", stage="receiving", attempt="t"))
         world.scheduler.released("t", True)
         world.turn()
     world.run()
@@ -228,7 +228,7 @@ def test_a_failure_told_of_kv_that_has_arrived_changes_nothing(turns: int) -> No
     world.scheduler.released("t", True)
     for _ in range(turns):
         world.turn()
-    world.take(world.scheduler.transfer_failed("t", TransferFailed("late", stage="prefill", attempt="t")))
+    world.fail("t", TransferFailed("late", stage="prefill", attempt="t"))
     world.run()
     expect(world, "t", prompt, 8)
     stats = world.scheduler.stats()
@@ -438,14 +438,55 @@ def test_a_recompute_goes_on_from_the_token_that_the_client_has(right: bool) -> 
     world.add(request("t", prompt, 4), kind=Kind.RECEIVE, attempt="t")
     world.turn()
     first = expected_tokens(prompt, request("x", [1], 1).sampling, 1)[0] + (not right)
-    world.scheduler.first_told("t", first)
-    world.take(world.scheduler.transfer_failed("t", TransferFailed("x", stage="sending", attempt="t")))
+    world.take(world.scheduler.committed("t", first))
+    world.fail("t", TransferFailed("x", stage="sending", attempt="t"), alone=True)
     world.scheduler.released("t", True)
     world.run()
     rest = expected_tokens([*prompt, first], request("x", [1], 1).sampling, 3)
     assert world.tokens["t"] == [first, *rest]
     assert world.finish("t") is FinishReason.LENGTH
-    world.scheduler.first_told("t", first)  # late: nobody is harmed
+    assert world.scheduler.committed("t", first) == [], "late: nobody is harmed"
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_decode_that_loses_the_kv_by_itself_waits_for_the_token_that_the_client_has(told: bool) -> None:
+    """It had drawn another one, where the router's word was still on its way, and the stream ended by an error."""
+    prompt, error = list(range(10)), TransferFailed("x", stage="receiving", attempt="t")
+    world = World()
+    world.add(request("t", prompt, 4), kind=Kind.RECEIVE, attempt="t")
+    world.turn()
+    sampling = request("x", [1], 1).sampling
+    first = expected_tokens(prompt, sampling, 1)[0] + told  # another engine may draw another one
+    for _ in range(2):
+        world.fail("t", error, alone=True)
+    world.scheduler.released("t", True)
+    for _ in range(20):
+        world.turn()
+    assert world.tokens["t"] == [] and world.pool.counts().owned == 0
+    world.take(world.scheduler.committed("t", first if told else None))
+    world.fail("t", error, alone=True)
+    world.run()
+    assert world.tokens["t"] == [first, *expected_tokens([*prompt, first], sampling, 3)]
+    assert world.finish("t") is FinishReason.LENGTH
+    stats = world.scheduler.stats()
+    assert (stats.recomputes, stats.unknown_events) == (1, 2)
+
+
+def test_nobody_waits_for_ever_for_the_router_s_word() -> None:
+    world = World()
+    world.add(request("t", [1, 2, 3], 4), kind=Kind.RECEIVE, attempt="t")
+    world.add(request("gone", [1, 2, 3], 4), kind=Kind.RECEIVE, attempt="gone")
+    world.turn()
+    for sid in ("t", "gone"):
+        world.fail(sid, TransferFailed("x", stage="receiving", attempt=sid), alone=True)
+        world.scheduler.released(sid, True)
+    world.take(world.scheduler.abort("gone", "gone", "left"))
+    ends_at = world.scheduler.next_deadline()
+    assert ends_at is not None
+    world.now = ends_at
+    world.run()
+    expect(world, "t", [1, 2, 3], 4)
+    assert world.finish("gone") is FinishReason.ABORT
 
 
 def test_blocks_are_sent_while_the_prompt_is_still_computed() -> None:
@@ -485,7 +526,7 @@ def test_failed_transfer_is_recomputed_and_its_blocks_are_quarantined_until_drai
     world.turn()
     (job,) = [e for e in world.effects if isinstance(e, OpenReceive)]
     ids = [ref.block_id for ref in job.job.blocks]
-    world.take(world.scheduler.transfer_failed("t", TransferFailed("lost", stage="sending", attempt="t")))
+    world.fail("t", TransferFailed("lost", stage="sending", attempt="t"))
     world.scheduler.released("t", drained)
     assert {world.pool.state(b).name for b in ids} == ({"FREE"} if drained else {"QUARANTINED"})
     world.run()
@@ -502,7 +543,7 @@ def test_failed_transfer_ends_the_request_when_recompute_is_off() -> None:
     world.scheduler._recompute = False
     world.add(request("t", [1, 2, 3], 4), kind=Kind.RECEIVE, attempt="t")
     world.turn()
-    world.take(world.scheduler.transfer_failed("t", TransferFailed("lost", stage="sending", attempt="t")))
+    world.fail("t", TransferFailed("lost", stage="sending", attempt="t"))
     error = world.ends["t"][0].error
     assert isinstance(error, TransferFailed)
     assert (error.stage, error.attempt) == ("sending", "t")
@@ -630,7 +671,7 @@ def test_handoffs_in_any_order_leak_nothing_and_end_once(data: st.DataObject) ->
                 open_legs.pop(sid)
             case "fail" if open_legs.keys() - settled:
                 sid = data.draw(st.sampled_from(sorted(open_legs.keys() - settled)))
-                world.take(world.scheduler.transfer_failed(sid, TransferFailed("x", stage="s", attempt=sid)))
+                world.fail(sid, TransferFailed("x", stage="s", attempt=sid), alone=data.draw(st.booleans()))
                 settled.add(sid)
             case "abort" if prompts:
                 sid = data.draw(st.sampled_from(sorted(prompts)))
@@ -647,9 +688,11 @@ def test_handoffs_in_any_order_leak_nothing_and_end_once(data: st.DataObject) ->
             case _:
                 pass
         world.scheduler.check()
+    for sid in prompts:
+        world.take(world.scheduler.committed(sid, None))
     for sid in list(prompts):
         if not world.ends[sid] and sid in open_legs and sid not in settled:
-            world.take(world.scheduler.transfer_failed(sid, TransferFailed("x", stage="s", attempt=sid)))
+            world.fail(sid, TransferFailed("x", stage="s", attempt=sid))
     for effect in world.effects:
         if isinstance(effect, OpenReceive):
             open_legs[effect.job.attempt] = effect
@@ -657,11 +700,11 @@ def test_handoffs_in_any_order_leak_nothing_and_end_once(data: st.DataObject) ->
         for effect in [e for e in world.effects if isinstance(e, OpenReceive)]:
             sid = effect.job.attempt
             world.effects.remove(effect)
-            world.take(world.scheduler.transfer_failed(sid, TransferFailed("x", stage="s", attempt=sid)))
+            world.fail(sid, TransferFailed("x", stage="s", attempt=sid))
             world.scheduler.released(sid, True)
             open_legs.pop(sid, None)
         for sid in list(open_legs):
-            world.take(world.scheduler.transfer_failed(sid, TransferFailed("x", stage="s", attempt=sid)))
+            world.fail(sid, TransferFailed("x", stage="s", attempt=sid))
             world.scheduler.released(sid, True)
             open_legs.pop(sid)
         for sid in list(quarantined):

@@ -836,14 +836,20 @@ def test_decode_that_dies_after_prefill_told_the_first_token_ends_the_stream(rig
     run(main())
 
 
-def test_another_first_token_than_the_client_has_is_an_error(rig, run, kit):
+@pytest.mark.parametrize("note", ["transferred", ""])
+def test_another_first_token_than_the_client_has_is_an_error(rig, run, kit, note):
+    """Counted, and with its place, in whatever form its line comes."""
+
     async def main():
         prefill, decode = pair_that_begins_early(kit)
         prefill.early_script = [kit.tokens(6)]
+        decode.script = [kit.tokens(7, note=note), kit.tokens(8), kit.done(9)]
         async with rig(prefill, decode) as r:
             chunks = await kit.collect(r.backend)
             check_ended_once(chunks)
             assert ids(chunks) == [6] and "has 7 for the first token" in chunks[-1].error.message
+            assert chunks[-1].error.stage == "decode" and chunks[-1].error.attempt
+            assert r.metric("isthmus_router_leg_failures_total") == 1
             assert r.idle()
 
     run(main())

@@ -47,7 +47,7 @@ def test_connections_never_exceed_their_bounds(most, of_address, steps):
         assert all(sum(n % 2 == side for n in there) <= of_address for side in (0, 1))
 
 
-STEPS = st.tuples(st.sampled_from(["add", "arrived", "release"]), NAMES, st.integers(0, 30))
+STEPS = st.tuples(st.sampled_from(["add", "arrived", "release", "let go"]), NAMES, st.integers(0, 30))
 
 
 @given(st.integers(4, 50), st.booleans(), st.lists(STEPS))
@@ -77,6 +77,13 @@ def test_bodies_never_exceed_their_budget_while_one_can_give_way(most, known, st
             budget.release(name)
             held.pop(name, None)
             arriving.discard(name)
+        elif step == "let go":
+            budget.let_go(name, size)
+            if size < held.get(name, 0):
+                held[name] -= size
+            else:
+                held.pop(name, None)
+                arriving.discard(name)
         assert budget.used == sum(held.values()) == sum(budget.of(n) for n in range(10))
         assert budget.used <= most or not arriving
         assert all(of(address(n)) <= share for n in arriving)

@@ -766,6 +766,56 @@ def test_what_a_client_sends_ahead_is_bounded(run):
     run(main())
 
 
+def test_requests_sent_ahead_may_have_heads_of_any_size_that_one_may_have(run):
+    """Six of 4 KB, as of a client with many cookies: together more than one head may have."""
+
+    async def main():
+        async with served() as s:
+            large = [post(b"%d" % i, "Cookie: " + "y" * 4000, close=i == 6) for i in range(7)]
+            answers = parse(await s.raw(b"".join(large)))
+            assert [json.loads(body)["body"] for _, _, body in answers] == list("0123456")
+            assert refused(
+                await s.raw(large[0] + post(b"", "Cookie: " + "y" * (16 << 10))), 431, "more than 16384 bytes"
+            )
+            await until(lambda: not s.connections)
+            assert s.server.server_state.bodies.used == 0
+
+    run(main())
+
+
+@pytest.mark.parametrize("drops", [True, False])
+def test_what_waits_behind_a_request_counts_until_its_own_turn(run, drops):
+    """Its bytes had gone with those of the one before it, when that was planned: as many as one read holds, uncounted
+    for as long as the first answer took."""
+
+    async def main():
+        went, go = [], [asyncio.Event() for _ in range(3)]
+
+        async def serve(call):
+            size = len(await call.read())
+            if drops:
+                call.drop()
+            went.append(size)
+            await go[len(went) - 1].wait()
+            await call.reply(200, {}, b"")
+
+        async with served(serve) as s:
+            bodies = s.server.server_state.bodies
+            reader, writer = await s.connect()
+            sizes = [10_000, 20_000, 5_000]
+            writer.write(b"".join(post(b"x" * size, close=size == 5_000) for size in sizes))
+            for turn in range(3):
+                await until(lambda turn=turn: len(went) > turn)
+                counted = sum(sizes[turn + drops :])
+                assert counted <= bodies.used <= counted + 2000, (turn, bodies.used)
+                go[turn].set()
+            assert [each[0] for each in parse(await reader.read())] == [200] * 3
+            writer.close()
+            assert bodies.used == 0
+
+    run(main())
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 def test_nonsense_behind_a_request_waits_for_its_answer(run, streamed):
     async def main():

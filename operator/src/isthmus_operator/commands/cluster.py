@@ -122,6 +122,10 @@ def _plan(arguments: argparse.Namespace, out: TextIO) -> int:
         world = World()
         for _ in rehearse(parse(load(arguments.old).service, namespace=namespace), world):
             pass
+        if world.unfinished:
+            out.write(
+                f"--old {arguments.old} was not complete after {world.unfinished} steps; what follows is from there\n"
+            )
     else:
         world = World(seen=asyncio.run(_live(arguments, service)), now=time.time())
     steps = plan_steps(service, world)
@@ -160,6 +164,9 @@ def plan_steps(service: InferenceService, world: World) -> list[dict[str, Any]]:
                 what = f"{present.revision} is rolled out" if present else "is removed"
                 steps.append({"role": role, "text": f"{role} {what}"})
         before = world.seen
+    if world.unfinished:
+        text = f"not complete after {world.unfinished} steps of the rehearsal: what comes after them is not shown"
+        steps.append({"role": "", "unfinished": True, "text": text})
     return steps
 
 

@@ -38,6 +38,8 @@ class World:
     drain_s: float = 1.0
     becomes_ready: Callable[[Pod], bool] = _always
     names: Iterator[int] = field(default_factory=itertools.count)
+    unfinished: int = 0
+    """Steps after which its last rehearsal was given up; 0: it came to its end."""
 
     def apply(self, service: InferenceService, wanted: Plan) -> None:
         """Do what a plan says, as the operator would."""
@@ -182,7 +184,9 @@ def _without_ended(workload: Workload, now: float) -> Workload:
 
 
 def rehearse(service: InferenceService, world: World, *, limit: int = 2000) -> Iterator[tuple[Plan, World]]:
-    """Plans and lets them happen until nothing is left to do; each yield is one change. At most `limit` steps."""
+    """Plans and lets them happen until nothing is left to do; each yield is one change. At most `limit` steps, after
+    which the world is `unfinished`."""
+    world.unfinished = 0
     for _ in range(limit):
         wanted = plan(service, world.seen, world.now)
         before = world.seen
@@ -192,3 +196,4 @@ def rehearse(service: InferenceService, world: World, *, limit: int = 2000) -> I
         world.tick()
         if world.seen == before and not world.busy:
             return
+    world.unfinished = limit

@@ -109,7 +109,7 @@ class Exchange:
                 self.transfer_failures[stage] += not given_up
                 log.info("KV of attempt %s did not move (%s): %s", attempt, stage, reason)
                 error = TransferFailed(reason, stage=stage, attempt=attempt)
-                return self._scheduler.transfer_failed(attempt, error)
+                return self._scheduler.transfer_failed(attempt, error, now)
             case Released(attempt=attempt, drained=drained):
                 self._scheduler.released(attempt, drained)
             case Drained(attempt=attempt):

@@ -196,15 +196,14 @@ class EngineLoop:
         """The router's word about the prefill leg of an attempt that is received here."""
 
         def command(now: float) -> list[Effect]:
-            if call.first_token is not None:
-                self.scheduler.first_told(call.attempt, call.first_token)
+            effects = self.scheduler.committed(call.attempt, call.first_token)
             if self._handoff is not None:
                 self._handoff.commit(call, now)
             if not call.ok and not self.scheduler.handoffs.open(call.attempt):
                 # Prefill failed before any block was reserved here: there is no leg to fail.
                 error = TransferFailed(call.reason, stage=call.stage or "prefill", attempt=call.attempt)
-                return self.scheduler.transfer_failed(call.attempt, error)
-            return []
+                effects += self.scheduler.transfer_failed(call.attempt, error, now)
+            return effects
 
         self._inbox.put(command)
 

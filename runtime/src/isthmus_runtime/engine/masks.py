@@ -73,7 +73,7 @@ class _Counted:
 
     def _counted(self, work: Callable[[], _R]) -> _R | RequestError:
         """What `work` returns, or the error that ends the request. Raises Outgrown."""
-        began, apart = time.thread_time(), getattr(self.constraint, "apart_s", 0.0)
+        began, apart = time.thread_time(), self.constraint.apart_s
         try:
             return work()
         except Outgrown:
@@ -85,7 +85,7 @@ class _Counted:
             log.exception("a mask of structured output failed")
             return EngineFailed(f"structured output failed: {error}")
         finally:
-            self.used_s += time.thread_time() - began + getattr(self.constraint, "apart_s", 0.0) - apart
+            self.used_s += time.thread_time() - began + self.constraint.apart_s - apart
 
 
 class _Job:
@@ -191,8 +191,7 @@ class MaskThread:
 
     def lost(self, masks: Masks | None) -> RequestError | None:
         """Why these of `beside` will allow nothing any more, whether or not they are asked; None: they may."""
-        lost = getattr(masks.constraint, "lost", None) if isinstance(masks, _Beside) else None
-        return None if lost is None else lost()
+        return masks.constraint.lost() if isinstance(masks, _Beside) else None
 
     @property
     def busy(self) -> bool:

@@ -25,6 +25,7 @@ from ..errors import Cancelled, DeadlineExceeded, EngineFailed, InvalidRequest, 
 from ..interfaces.steps import Chunk, Masks, StepOutput, StepPlan
 from ..kv.plan import KvPlan
 from ..kv.pool import BlockPool
+from ..protocol.request import may_begin_early
 from ..protocol.ticket import PrefillRecord
 from ..request import FinishReason, GenerateRequest, TokenLogprobs
 from .adapters import AdapterSlots
@@ -42,6 +43,9 @@ from .queues import Queues
 from .sequence import Effect, Kind, Phase, SchedulerStats, Sequence
 
 _new = tuple.__new__
+WORD_S = 1.0
+"""Decode that has noticed by itself that KV does not come waits so long for the router's word: prefill's end, of which
+the router hears as well, is milliseconds away unless prefill hangs."""
 
 
 class Scheduler:
@@ -186,6 +190,10 @@ class Scheduler:
             elif seq.phase is Phase.SENDING and now >= seq.prompt_done_s + TICKET_S and self.awaits_ticket(sid):
                 error = f"decode has not reserved within {TICKET_S:g} s after the prompt was computed"
                 effects += self._completion.end(seq, FinishReason.ERROR, Overloaded(error))
+                continue
+            elif seq.phase is Phase.UNTOLD and now >= seq.word_by_s:
+                self.queues.withdraw(seq)
+                effects += self._compute_here(seq)
                 continue
             else:
                 continue
@@ -356,10 +364,11 @@ class Scheduler:
         logprobs = () if record.first_logprobs is None else (TokenLogprobs(*record.first_logprobs),)
         return [self._completion.emit(seq, (record.first_token,), logprobs)]
 
-    def transfer_failed(self, attempt: str, error: RequestError) -> list[Effect]:
-        """The KV did not move. Prefill and `Fail` end the request; `Recompute` computes the prompt here."""
+    def transfer_failed(self, attempt: str, error: RequestError, now: float) -> list[Effect]:
+        """The KV did not move. Prefill and `Fail` end the request; `Recompute` computes the prompt here, and where the
+        client may have its first token waits for the router to say which that is."""
         seq = self.queues.live.get(attempt)
-        if seq is None or not (seq.kind is Kind.SEND or seq.receives):
+        if seq is None or seq.phase is Phase.UNTOLD or not (seq.kind is Kind.SEND or seq.receives):
             # Gone, recomputed already, or arrived: a second word about the transfer is late.
             self._unknown += 1
             return []
@@ -368,6 +377,14 @@ class Scheduler:
         # Blocks under a writer stay with the attempt until the handoff says whether the peer has drained.
         self.queues.leave(seq)
         self._recomputes += 1
+        if seq.committed or not may_begin_early(seq.request):
+            return self._compute_here(seq)
+        seq.word_by_s = now + WORD_S
+        self._look_again(seq.word_by_s, seq.sid)
+        self.queues.enter(seq, Phase.UNTOLD)
+        return []
+
+    def _compute_here(self, seq: Sequence) -> list[Effect]:
         seq.kind, seq.note, seq.started = Kind.LOCAL, "recomputed", True
         seq.want_scores()
         if seq.told is not None:
@@ -375,11 +392,19 @@ class Scheduler:
         self.queues.enter(seq, Phase.WAITING)
         return [] if seq.told is None else [self._completion.emit(seq, (seq.told,), ())]
 
-    def first_told(self, attempt: str, token: int) -> None:
-        """The client has the first token of an attempt that is received: it stays, whatever becomes of the KV."""
+    def committed(self, attempt: str, token: int | None) -> list[Effect]:
+        """The router's word about the prefill leg of an attempt that is received here is there. `token`: the first one,
+        if the client has it, which stays, whatever becomes of the KV."""
         seq = self.queues.live.get(attempt)
-        if seq is not None and seq.receives and seq.request.sampling.prompt_logprobs < 0:
+        if seq is None or not seq.receives:
+            return []
+        seq.committed = True
+        if seq.request.sampling.prompt_logprobs < 0:
             seq.told = token
+        if seq.phase is not Phase.UNTOLD:
+            return []
+        self.queues.withdraw(seq)
+        return self._compute_here(seq)
 
     def awaits_ticket(self, attempt: str) -> Sequence | None:
         """The request that was begun without its ticket; None: it has it, or has ended."""

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 from ..interfaces.handoff import BlockRef, PromptResult, ReceiveJob
 from ..interfaces.steps import Masks
 from ..request import GenerateRequest, TokenChunk, TokenLogprobs
-
-if TYPE_CHECKING:
-    from .drafts import Drafter, ModelDrafter
+from .drafters import Drafter, ModelDrafter
 
 FIRST = -(2**31) - 1
 """More urgent than any `priority` of a request."""
@@ -34,6 +31,8 @@ class Phase(StrEnum):
     """Holds no block and no row."""
     RECEIVING = "receiving"
     """Holds blocks a peer writes into; no row."""
+    UNTOLD = "untold"
+    """The KV did not come, and nobody has said yet whether the client has a first token. Holds no block and no row."""
     READY = "ready"
     """KV has arrived; waits for a row."""
     RUNNING = "running"
@@ -116,6 +115,10 @@ class Sequence:
     """SEND: begun without decode's ticket; its first token is told as soon as it is known."""
     told: int | None = None
     """RECEIVE: its first token, which the client has from prefill."""
+    committed: bool = False
+    """RECEIVE: the router has said what became of prefill, and so whether there is such a token."""
+    word_by_s: float = 0.0
+    """UNTOLD: so long that is waited for."""
     scores: list[TokenLogprobs] | None = None
     """Log-probabilities of the prompt's tokens from the second on, as far as they are known; None: nobody waits for
     them. They survive a preemption."""

@@ -368,7 +368,8 @@ class EngineServer:
     async def adapter(self, request: Request) -> Response:
         """Load an adapter, or unload it."""
         call = await read_model(request, AdapterCall)
-        await self._backend.engine.change_adapter(call.name, call.path, replace=call.replace)
+        with self._in_flight.track():
+            await self._backend.engine.change_adapter(call.name, call.path, replace=call.replace)
         return model_response(Done())
 
     async def drained(self, attempt: Annotated[str, Query(min_length=1)]) -> DrainAnswer:

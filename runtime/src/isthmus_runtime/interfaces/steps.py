@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from ..errors import RequestError
 from ..request import PoolingParams, SamplingParams, TokenLogprobs
 from .transport import KvRegion
 
@@ -210,6 +211,13 @@ class Constraint(Protocol):
 
         Asked after `allowed` about the same tokens. Raises as it does.
         """
+
+    @property
+    def apart_s(self) -> float:
+        """Processor time that it has taken on other threads than those of its callers, about."""
+
+    def lost(self) -> RequestError | None:
+        """Why nothing is allowed any more, without looking; None: something may be. Any thread may ask."""
 
 
 class Masks(Protocol):

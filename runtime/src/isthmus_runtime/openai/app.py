@@ -359,7 +359,7 @@ class _Api:
         progress.stage = "planning"
         tokenise = current().child("tokenise")
         try:
-            if len(body) <= _BRIEF_BATCH_BYTES and self._tokenizer.steady:
+            if len(body) <= _BRIEF_BATCH_BYTES:
                 await self._planning.room(whose(call, progress.tenant))
                 with self._planning.spending():
                     batch = plan(body)
@@ -409,7 +409,7 @@ class _Api:
 
     async def _plan(self, call: Call, plan: Plan, body: bytes, tenant: Tenant | None) -> Job:
         """A short body is planned here and now, unless that turns out to take long."""
-        if len(body) <= _OFF_LOOP_BYTES and self._tokenizer.steady:
+        if len(body) <= _OFF_LOOP_BYTES:
             await self._planning.room(whose(call, tenant))
             try:
                 with self._planning.spending():

@@ -81,15 +81,19 @@ class BodyBudget(Generic[_C]):
     """
 
     def __init__(self, most: int) -> None:
-        self.most = most
         self.used = 0
-        self._share = most - most // 4
+        self.bound(most)
         self._held: dict[_C, int] = {}
         self._arriving: set[_C] = set()
         self._addresses: dict[_C, str] = {}
         self._of: dict[str, int] = {}
         self._greedy: set[str] = set()
         """Addresses that have more than their share."""
+
+    def bound(self, most: int) -> None:
+        """So many bytes from now on. Nobody gives way for that before the next one comes."""
+        self.most = most
+        self._share = most - most // 4
 
     def add(self, holder: _C, size: int, address: str = "") -> _C | None:
         """Count `size` more bytes of a body that arrives from an address (empty: not known, and without a share).
@@ -127,6 +131,17 @@ class BodyBudget(Generic[_C]):
         self.used -= size
         self._arriving.discard(holder)
         if (address := self._addresses.pop(holder, "")) != "":
+            self._count(address, -size)
+
+    def let_go(self, holder: _C, size: int) -> None:
+        """So many of its bytes are no longer needed; it is arriving, or not, as before."""
+        held = self._held.get(holder, 0)
+        if size >= held:
+            self.release(holder)
+            return
+        self._held[holder] = held - size
+        self.used -= size
+        if (address := self._addresses.get(holder, "")) != "":
             self._count(address, -size)
 
     def _count(self, address: str, size: int) -> None:

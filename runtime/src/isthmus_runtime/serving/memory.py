@@ -119,6 +119,11 @@ class MemoryGuard:
         return 0.0 if self._pressure is None else self._pressure.share
 
     @property
+    def room(self) -> int | None:
+        """Bytes that requests may take, as it was at the start; None: nothing is watched."""
+        return None if self._pressure is None else self._pressure.room
+
+    @property
     def excess(self) -> int:
         """Bytes that requests have beyond what makes it tight."""
         return 0 if self._pressure is None else self._pressure.excess

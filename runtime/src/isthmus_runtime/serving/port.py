@@ -18,6 +18,8 @@ from .pressure import Held, who_gives_way
 
 _log = logging.getLogger(__name__)
 
+_LEAST_OF_BODIES = 1 << 20
+"""Bytes that bodies may always take together."""
 _LOOKS = 16
 """What is unread is summed up after each so-manieth part of its bound that was written and not read at once."""
 
@@ -60,6 +62,20 @@ class PortState(ServerState):
         """The next answer on each connection is its last, and says so."""
         self._written = 0
         """Bytes that were not read at once, of what was written since `bound_unread`."""
+
+    def bound_bodies(self) -> None:
+        """Now that it is known what requests may take of the memory: bodies have a third of that at most. Each takes
+        1.8 times its bytes until it is planned, its connection included."""
+        room, asked = self.memory.room, self.limits.max_body_memory
+        if room is not None and (most := max(_LEAST_OF_BODIES, room // 3)) < asked:
+            self.bodies.bound(most)
+            _log.warning(
+                "bodies of requests may take %d bytes together, and not the %d of --max-body-memory: the memory limit "
+                "leaves %d for requests; lower the one or raise the other",
+                most,
+                asked,
+                room,
+            )
 
     def wrote(self, size: int) -> None:
         """So many bytes more that wait to be read, if not so many: by and by all are looked at."""

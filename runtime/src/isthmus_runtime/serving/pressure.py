@@ -73,6 +73,7 @@ class Pressure:
         free = max(0, start.limit - start.used)
         self._start = start.mine + USUAL + min(reserved, max(0, free - max(_REST, free // 16)))
         self._floor = self._start
+        self._room = max(0, free - (self._start - start.mine))
         self._next_end = 0.0
 
     def look(self, use: Use, *, idle: bool) -> Level:
@@ -90,6 +91,11 @@ class Pressure:
         lowered = self._reached(self.share + HYSTERESIS)
         self.level = max(self._reached(self.share), min(self.level, lowered))
         return self.level
+
+    @property
+    def room(self) -> int:
+        """Bytes that requests may take, as it was at the start."""
+        return self._room
 
     def above_start(self, use: Use) -> int:
         """Bytes that this process has more than at its start."""

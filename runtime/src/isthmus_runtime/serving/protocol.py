@@ -32,8 +32,9 @@ from .writing import Flow, Opening, whole_answer
 _log = logging.getLogger(__name__)
 
 _MAX_AHEAD = 8
-"""Requests that may wait behind the one that is answered, whose heads together are no larger than one may be. Reading
-stops at the first; these came with it."""
+"""Requests that may wait behind the one that is answered. Reading stops at the first; these came with it."""
+_LINE = 200
+"""Bytes that a line of a head takes, beside its own."""
 _LINGER_S = 2.0
 """How long a client that still sends may take to read an answer: closing at once would reset it unread."""
 _FIRST_LOOK_S, _LATER_LOOKS_S = 0.005, 1.0
@@ -97,8 +98,6 @@ class Protocol(HttpToolsProtocol):
         self._refusal: RequestError | None = None
         """The answer that is due to what has arrived last. Raised as a copy: a traceback holds what its frames hold,
         the body among it, for as long as the error is kept."""
-        self._ahead = 0
-        """Bytes of the heads of the latest request and of those that wait before it."""
         self._deaf = False
         """Nothing more is understood; what comes is dropped."""
         self._arrived = 0
@@ -186,11 +185,8 @@ class Protocol(HttpToolsProtocol):
         """Of the parser."""
         limit = self._limits.max_head_bytes
         ahead = self._running is not None
-        if self._pending > limit or ahead:
-            size = sum(len(n) + len(v) for n, v in self.headers) + len(self.url)
-            self._ahead = size + (self._ahead if self.pipeline else 0)
-            if self._ahead > limit:
-                raise self._too_large()
+        if (self._pending > limit or ahead) and sum(len(n) + len(v) for n, v in self.headers) + len(self.url) > limit:
+            raise self._too_large()
         hosts, has_body, extensions = 0, False, _EXTENSIONS
         for name, value in self.headers:
             if name == b"host":
@@ -215,6 +211,8 @@ class Protocol(HttpToolsProtocol):
         super().on_headers_complete()
         self.flow.held = bool(self.pipeline)
         self.headers = []  # trailers end here: nobody reads them
+        if ahead:
+            self._make_room(self.server_state.bodies.add(self, _head_size(self.cycle), self._address))
         if self.server_state.leaving:
             self.cycle.keep_alive = False
 
@@ -267,7 +265,7 @@ class Protocol(HttpToolsProtocol):
                 raise _Gone("the client has left")
             if not cycle.response_started:
                 if self._told is not cycle:
-                    self.server_state.bodies.release(self)
+                    self._planned()
                 if (body := message.pop(WHOLE, None)) is not None:
                     if self._may_write(cycle):
                         self._write_whole(cycle, message["status"], message["headers"], body)
@@ -476,15 +474,26 @@ class Protocol(HttpToolsProtocol):
             error = memory.new()
         else:
             return
-        if self._running is self.cycle:  # else they count together with what the running one has not planned
+        if self._running is self.cycle:
             self.server_state.bodies.release(self)
+        else:
+            self.server_state.bodies.let_go(self, len(self.cycle.body))
         self.cycle.body = bytearray()
         self.give_way(error)
 
     def _dropped(self, cycle: RequestResponseCycle, beside: int, who: str) -> None:
         """The handler of a request needs its body no more, and holds so much else until it has ended."""
         self._told, self._beside, self._who = cycle, beside, who
-        self.server_state.bodies.release(self)
+        self._planned()
+
+    def _planned(self) -> None:
+        """The request that is answered needs its body no more. Those behind it have theirs."""
+        bodies = self.server_state.bodies
+        behind = sum(len(cycle.body) + _head_size(cycle) for cycle, _ in self.pipeline) if self.pipeline else 0
+        if behind:
+            bodies.let_go(self, bodies.of(self) - behind)
+        else:
+            bodies.release(self)
 
     def _inflated(self) -> None:
         """All of the body is made: from now on it gives way to nobody, and what comes after it may have to."""
@@ -492,7 +501,7 @@ class Protocol(HttpToolsProtocol):
 
     def _make_room(self, largest: Connection | None) -> None:
         while largest is not None:
-            most = self._limits.max_body_memory
+            most = self.server_state.bodies.most
             text = f"bodies of requests take more than {most} bytes (--max-body-memory); try again, or send less"
             largest.give_way(Overloaded(text, retry_after_s=1.0))
             largest = self.server_state.bodies.excess()
@@ -500,8 +509,7 @@ class Protocol(HttpToolsProtocol):
     def _too_large(self) -> HeadTooLarge:
         most = self._limits
         return HeadTooLarge(
-            f"the head of the request has more than {most.max_head_bytes} bytes, with those of requests that were sent "
-            f"before the last one was answered, or more than {most.max_headers} lines"
+            f"the head of the request has more than {most.max_head_bytes} bytes, or more than {most.max_headers} lines"
         )
 
     def _refuse(self, error: RequestError) -> None:
@@ -572,3 +580,10 @@ class Protocol(HttpToolsProtocol):
             assert self._task is not None
             self._task.cancel()
         self._running = None
+
+
+def _head_size(cycle: RequestResponseCycle) -> int:
+    """Bytes that the head of a request takes while it waits."""
+    scope = cycle.scope
+    lines = sum(len(name) + len(value) + _LINE for name, value in scope["headers"])
+    return lines + len(scope["raw_path"]) + len(scope["query_string"])

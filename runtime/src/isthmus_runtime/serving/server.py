@@ -137,6 +137,7 @@ async def run_app(
     server = Server(app, _within_descriptors(limits or Limits()), memory, in_flight)
     await server.startup([listener])
     memory.start()
+    server.server_state.bound_bodies()
     ticks = asyncio.ensure_future(server.main_loop())
     signals = (signal.SIGTERM, signal.SIGINT)
     for number in signals:
