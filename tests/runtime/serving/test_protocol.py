@@ -241,6 +241,8 @@ FORMS = {
     "large trailer": (chunked(end=False) + b"0\r\n" + b"X: y\r\n" * 250_000 + b"\r\n", 431),
     "no http": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 hello\r\n\r\n", 400),
     "http/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
+    "a target that cannot be read": (post(b"{}", path="http://a:99999999/v1/models"), 400),
+    "connect": (b"CONNECT a:443 HTTP/1.1\r\nHost: x\r\n\r\n", 400),
     "two hosts": (post(b"{}", "Host: y", close=True), 400),
     "no host": (post(b"{}", close=True).replace(b"Host: x\r\n", b""), 400),
     "upgrade with a body": (post(b"{}", "Connection: upgrade, close", "Upgrade: h2c"), 400),

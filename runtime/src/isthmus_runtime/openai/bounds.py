@@ -91,12 +91,17 @@ def growth(tokenizer: Mapping[str, Any]) -> int | None:
 def is_steady(tokenizer: Mapping[str, Any]) -> bool:
     """Whether the expressions of a tokenizer.json have a form that never takes long over a short text. One match of the
     library takes some tenths of a second at most, and a text may have one at each word."""
-    patterns = list(_expressions([tokenizer.get("pre_tokenizer"), tokenizer.get("normalizer")]))
+    patterns = expressions(tokenizer)
     if sum(map(len, patterns)) > _MOST_CHARACTERS:
         return False
     costs = [cost for pattern in patterns for cost in _costs(pattern)]
     ways, again = (sum(cost[part] for cost in costs if cost) for part in (0, 1))
     return None not in costs and ways <= _MOST_WAYS and again <= _MOST_AGAIN
+
+
+def expressions(tokenizer: Mapping[str, Any]) -> list[str]:
+    """The regular expressions of a tokenizer.json."""
+    return list(_expressions([tokenizer.get("pre_tokenizer"), tokenizer.get("normalizer")]))
 
 
 def _expressions(value: Any) -> Iterator[str]:
@@ -112,7 +117,12 @@ def _expressions(value: Any) -> Iterator[str]:
 
 _UNSURE = re.compile(r"\\[gkGK\d]|\(\?(?!i:|:|=|!|<=|<!)")
 """Calls, references, names, conditions, options: what repeats without looking so."""
-_ATOM = re.compile(r"\\[pP]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|\[:\w+:\]|&(?!&)|[^\]\\\[&])*\]|[^|()?*+{}\[\]\\]", re.S)
+_ATOM = re.compile(r"\\[pP]\{[^}]*\}|\\.|[^|()?*+{}\[\]\\]", re.S)
+_IN_CLASS = re.compile(r"\\.|\[:\w+:\]|[^\]\\\[]", re.S)
+"""A letter, a range's end, an escape, or one of the && of an intersection."""
+_CLASS_BEGINS = re.compile(r"\[\^?\]?")
+_MOST_NESTED = 8
+_TIMES = re.compile(r"\{\d+,\}")
 _PLAIN_GROUP = re.compile(r"\((?:\?(?:i:|:|=|!|<=|<!))?(x+(?:\|x+)*)\)")
 _PART = re.compile(r"(?:x|<(?P<ways>\d+)>)(?P<times>[*+?]|\{\d(?:,\d)?\}|)")
 """A letter or class, or a group of so many alternatives."""
@@ -131,7 +141,7 @@ def _costs(pattern: str) -> Iterator[tuple[int, int] | None]:
     if _UNSURE.search(pattern):
         yield None
         return
-    plain = re.sub(r"([*+}])[+?]", r"\1", _masked(pattern))
+    plain = re.sub(r"([*+}])[+?]", r"\1", _TIMES.sub("+", _masked(pattern)))
     form = _PLAIN_GROUP.sub(lambda group: f"<{group[1].count('|') + 1}>", plain)
     for one in form.split("|"):
         yield _cost(one)
@@ -180,9 +190,30 @@ def _masked(pattern: str) -> str:
     made, at = "", 0
     while at < len(pattern):
         found = head.match(pattern, at) or _ATOM.match(pattern, at)
-        made += pattern[at] if found is None else found[0] if found.re is head else "x"
-        at = at + 1 if found is None else found.end()
+        if found is not None:
+            made += found[0] if found.re is head else "x"
+            at = found.end()
+        elif (end := _class_end(pattern, at)) > at:
+            made, at = made + "x", end
+        else:
+            made, at = made + pattern[at], at + 1
     return made
+
+
+def _class_end(pattern: str, at: int, depth: int = 0) -> int:
+    """Where the class that begins at `at` ends, with those within it; 0: none does."""
+    begins = _CLASS_BEGINS.match(pattern, at)
+    if begins is None or depth > _MOST_NESTED:
+        return 0
+    at = begins.end()
+    while at < len(pattern):
+        if pattern[at] == "]":
+            return at + 1
+        found = _IN_CLASS.match(pattern, at)
+        at = _class_end(pattern, at, depth + 1) if found is None else found.end()
+        if not at:
+            return 0
+    return 0
 
 
 def _parts(step: Any, name: str) -> Sequence[Mapping[str, Any]]:

@@ -166,9 +166,9 @@ class Protocol(HttpToolsProtocol):
         if head.has_body and self.server_state.memory.tight:
             self._bound_new()
         self._pending = self._pieces = 0
-        self._phase = _Phase.BODY
         self.scope["extensions"] = {**extensions}
-        super().on_headers_complete()
+        super().on_headers_complete()  # raises for a target that it cannot read
+        self._phase = _Phase.BODY
         self.flow.held = bool(self.pipeline)
         self.headers = []  # trailers end here: nobody reads them
         if ahead:
