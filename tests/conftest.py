@@ -1,9 +1,9 @@
-"""Shared by every test: the hypothesis profile, how threads wait, what the garbage collector passes over, clusters
-(kube.py) and which worker has one, and skipping `gpu` tests without a GPU."""
+"""Shared by every test: the hypothesis profile, how threads wait, what the garbage collector passes over, sockets that
+are left open, clusters (kube.py) and which worker has one, and skipping `gpu` tests without a GPU."""
 
 import gc
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 # Before torch is loaded, for this process and all that tests start. OpenMP's threads spin for milliseconds at the end
@@ -15,6 +15,7 @@ from hypothesis import settings
 from kube import cluster as cluster
 from kube import control_plane as control_plane
 from kube import images as images
+from left_open import none_left_open
 
 ON_THE_CONTROL_PLANE = ("tests/operator/cluster/", "tests/cluster/test_light_cluster.py")
 
@@ -32,6 +33,17 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_open(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The collector finds a socket that a test leaves in the time of another, which fails for it. Where tests share
+    what runs beside them, that opens some, too."""
+    if any(request.node.get_closest_marker(name) for name in ("slow", "e2e", "light_cluster", "cluster", "gpu")):
+        yield
+        return
+    with none_left_open():
+        yield
 
 
 @pytest.hookimpl(optionalhook=True)

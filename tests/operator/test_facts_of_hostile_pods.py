@@ -3,11 +3,11 @@
 import asyncio
 import gzip
 import json
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from ended import Handle, answering
 
 from isthmus_operator.plan.observed import EngineFacts, Facts, Pod
 from isthmus_operator.render.names import Component
@@ -22,7 +22,6 @@ INFO: dict[str, Any] = {
     "transfer": {"mode": "direct", "transport": "tcp", "probed_gbps": 1.0, "ready": True, "reason": ""},
 }
 HOST = "127.0.0.1"
-Handle = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 class Server:
@@ -69,18 +68,16 @@ def ask(
 
     async def main() -> tuple[list[Facts], Server]:
         server = Server(handle)
-        listening = await asyncio.start_server(server.serve, HOST, 0)
-        port = listening.sockets[0].getsockname()[1]
-        monkeypatch.setattr(facts, "ENGINE_PORT", port)
-        monkeypatch.setattr(facts, "ROUTER_PORT", port)
-        reader = FactReader()
-        found = [await reader.read("ns", [one or pod()], load=False)]
-        if then is not None:
-            monkeypatch.setattr(facts, "KEPT_S", 0.0)
-            server.handle = then
-            found.append(await reader.read("ns", [one or pod()], load=False))
-        await reader.close()
-        listening.close()
+        async with answering(server.serve, HOST) as port:
+            monkeypatch.setattr(facts, "ENGINE_PORT", port)
+            monkeypatch.setattr(facts, "ROUTER_PORT", port)
+            reader = FactReader()
+            found = [await reader.read("ns", [one or pod()], load=False)]
+            if then is not None:
+                monkeypatch.setattr(facts, "KEPT_S", 0.0)
+                server.handle = then
+                found.append(await reader.read("ns", [one or pod()], load=False))
+            await reader.close()
         return found, server
 
     return asyncio.run(main())
@@ -291,27 +288,24 @@ def test_pods_of_one_namespace_leave_room_for_those_of_others(monkeypatch: pytes
             writer.close()
             await writer.wait_closed()
 
-        hung = await asyncio.start_server(say_nothing, silent, 0)
-        port = hung.sockets[0].getsockname()[1]
-        good = await asyncio.start_server(Server(answer(json.dumps(INFO).encode())).serve, well, port)
-        monkeypatch.setattr(facts, "ENGINE_PORT", port)
-        monkeypatch.setattr(facts, "DEADLINE_S", 5.0)
-        reader = FactReader()
+        good = Server(answer(json.dumps(INFO).encode())).serve
+        async with answering(say_nothing, silent) as port, answering(good, well, port):
+            monkeypatch.setattr(facts, "ENGINE_PORT", port)
+            monkeypatch.setattr(facts, "DEADLINE_S", 5.0)
+            reader = FactReader()
 
-        def asked(service: int) -> asyncio.Task[Facts]:
-            pods = [replace(pod(uid=f"{service}-{n}", ip=silent), name=f"p{n}") for n in range(8)]
-            return asyncio.create_task(reader.read("theirs", pods, load=False))
+            def asked(service: int) -> asyncio.Task[Facts]:
+                pods = [replace(pod(uid=f"{service}-{n}", ip=silent), name=f"p{n}") for n in range(8)]
+                return asyncio.create_task(reader.read("theirs", pods, load=False))
 
-        waiting = [asked(service) for service in range(10)]
-        async with asyncio.timeout(20):
-            await full.wait()
-            found = await reader.read("ours", [pod(ip=well)], load=False)
-        assert set(found.engines) == {"p"}
-        assert most == facts.MOST_OF_A_NAMESPACE
-        await asyncio.gather(*waiting)
-        await reader.close()
-        await asyncio.gather(*(one for one in held if one is not None), return_exceptions=True)
-        hung.close()
-        good.close()
+            waiting = [asked(service) for service in range(10)]
+            async with asyncio.timeout(20):
+                await full.wait()
+                found = await reader.read("ours", [pod(ip=well)], load=False)
+            assert set(found.engines) == {"p"}
+            assert most == facts.MOST_OF_A_NAMESPACE
+            await asyncio.gather(*waiting)
+            await reader.close()
+            await asyncio.gather(*(one for one in held if one is not None), return_exceptions=True)
 
     asyncio.run(main())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from isthmus_runtime import turns as turns_module
 from isthmus_runtime.errors import Cancelled, InvalidRequest, Overloaded
-from isthmus_runtime.turns import ThreadsInTurns, Turns, go_on
+from isthmus_runtime.turns import ThreadsInTurns, Turns, _Task, go_on
 
 
 async def take(turns: Turns, who: str, order: list[str]) -> None:
@@ -78,7 +78,7 @@ def test_of_several_places_one_client_has_not_all() -> None:
         for gate in gates.values():
             gate.set()
         await asyncio.gather(*tasks)
-        assert not turns._having and not turns._waiting
+        assert not turns._having and not turns._first and not turns._again
 
     asyncio.run(main())
 
@@ -119,9 +119,9 @@ def test_nobody_waits_for_who_has_left(crowd: list[tuple[str, int, bool]], most:
         async with asyncio.timeout(10):
             ends = await asyncio.gather(*works, return_exceptions=True)
             assert all(end is None or isinstance(end, Overloaded) for end in ends), ends
-            assert not turns._having and not turns._waiting
+            assert not turns._having and not turns._first and not turns._again
             async with turns.turn("z"):
-                assert not turns._waiting
+                assert not turns._first
 
     asyncio.run(main())
 
@@ -232,6 +232,120 @@ def test_who_comes_to_threads_that_all_work_long_has_a_turn_before_they_end(monk
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_long_works_of_many_addresses_leave_threads_and_turns_to_others(
+    monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """Works that are paused keep their threads: some addresses of one client may have begun as many as there are."""
+    monkeypatch.setattr(turns_module, "TURN_S", -1.0)
+    monkeypatch.setattr(turns_module, "MOST_WORK_S", 3600.0)
+
+    async def main() -> None:
+        threads = ThreadsInTurns(count, "test", 256, "wait")
+        served = threading.Event()
+        begun = 0
+
+        def long(_: object) -> str:
+            nonlocal begun
+            begun += 1
+            while not served.is_set():
+                go_on()
+            return "long"
+
+        crowd = 9 * count + 4
+        works = [asyncio.create_task(threads.do(f"{n}", long, None)) for n in range(crowd)]
+        for _ in range(60_000):
+            if begun == crowd:
+                break
+            await asyncio.sleep(0.001)
+        try:
+            for who in "xyz":
+                await asyncio.wait_for(threads.do(who, lambda _: None, None), 60)
+        finally:
+            served.set()
+        ends = await asyncio.wait_for(asyncio.gather(*works, return_exceptions=True), 60)
+        ended = [end for end in ends if end != "long"]
+        # All but as many as may be paused, and those that had a turn then.
+        assert 4 <= len(ended) <= 4 + count, ends
+        assert all(isinstance(end, Overloaded) and end.status == 429 for end in ended), ends
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("places", [1, 3])
+def test_who_has_not_begun_comes_first_and_what_goes_on_has_one_place(places: int) -> None:
+    async def main() -> str:
+        turns, order = Turns(64, "wait", places), []
+
+        async def have(who: str, again: bool) -> None:
+            await turns.take(who, again=again)
+            order.append("A" if again else "f")
+            await asyncio.sleep(0)
+            turns.give_back(who, again=again)
+
+        crowd = [have(f"{n}", again=n % 2 == 0) for n in range(12)]
+        await asyncio.gather(*crowd)
+        assert not turns._having and not turns._going_on
+        return "".join(order)
+
+    # With one place by turns; with three one is for what goes on, and has the next of it when it is free.
+    assert asyncio.run(main()) == {1: "AfAfAfAfAfAf", 3: "AfAffAffAfAA"}[places]
+
+
+def test_of_long_works_that_of_the_client_ends_that_has_taken_most() -> None:
+    async def main() -> None:
+        threads = ThreadsInTurns(4, "test", 64, "wait")
+        tasks = []
+        for who, worked_s in (("a", 9.0), ("b", 5.0), ("b", 7.0), ("b", 1.0), ("c", 1.9)):
+            tasks.append(_Task(who, None))
+            tasks[-1].worked_s = worked_s
+        threads._long.update(tasks)
+        found: list[list[int]] = []
+        for few, most in ((5, 9), (4, 9), (3, 9), (2, 9), (1, 9), (1, 1)):
+            threads._paused, threads._most_paused = few, most
+            threads._make_way()
+            found.append([number for number, task in enumerate(tasks) if task.ending])
+        # b has taken 13 s, then 6 against 9 of a. The last two are not long until there are far too many.
+        assert found == [[], [2], [0, 2], [0, 1, 2], [0, 1, 2], [0, 1, 2, 4]], found
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("ends", ["leaves", "gives way"])
+def test_a_paused_work_ends_without_another_turn(monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
+    monkeypatch.setattr(turns_module, "TURN_S", -1.0)
+
+    async def main() -> None:
+        threads, held, ended = ThreadsInTurns(2, "test", 8, "wait"), threading.Event(), threading.Event()
+
+        def holds(_: object) -> None:
+            assert held.wait(60)
+
+        def long(_: object) -> None:
+            try:
+                while True:
+                    go_on()
+            except (Cancelled, Overloaded):
+                ended.set()
+                raise
+
+        one = asyncio.create_task(threads.do("a", long, None))
+        others = [asyncio.create_task(threads.do(who, holds, None)) for who in "bc"]
+        for _ in range(60_000):
+            if any(task.again for task in threads._long):
+                break
+            await asyncio.sleep(0.001)
+        if ends == "leaves":
+            one.cancel()
+        else:
+            next(task for task in threads._long if task.again).end(Overloaded("others wait", status=429))
+        assert await asyncio.to_thread(ended.wait, 60), "it waits for a turn, and both places are held"
+        held.set()
+        assert isinstance((await asyncio.gather(one, *others, return_exceptions=True))[0], BaseException)
+
+    asyncio.run(main())
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     works=st.lists(
@@ -279,7 +393,7 @@ def test_every_work_ends_once_and_no_turn_is_lost(works: list[tuple[str, int, st
                 break
             await asyncio.sleep(0.01)
         for turns in (threads._begun, threads._turns):
-            assert not turns._having and not turns._waiting
+            assert not turns._having and not turns._first and not turns._again
 
     before = turns_module.TURN_S
     turns_module.TURN_S = -1.0

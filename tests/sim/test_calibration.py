@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from ended import end
 
 from isthmus_runtime.commands.bench_client import BenchFailed, Target, replay
 from isthmus_runtime.commands.bench_steps import Sweep, measure_steps
@@ -186,7 +187,7 @@ def test_bench_measures_every_kind_and_the_planner_reads_it(tmp_path: Path, caps
             return await measure_steps(target, replace(sweep, max_model_len=100_000), say=lambda line: None)
         finally:
             turning.cancel()
-            await runner.cleanup()
+            await end(runner)
 
     steps = asyncio.run(run())
     kinds = [(p["kind"], p.get("new", p.get("batch"))) for p in steps]
@@ -221,7 +222,7 @@ def test_replay_keeps_lengths_and_order_and_names_a_refusal() -> None:
                 await replay(target, trace, seed=1)
         finally:
             turning.cancel()
-            await runner.cleanup()
+            await end(runner)
 
     asyncio.run(run())
 
@@ -256,6 +257,6 @@ def test_a_server_that_answers_something_else_is_named(line: bytes) -> None:
             with pytest.raises(BenchFailed, match=r"its answer is none of a completion|LineTooLong"):
                 await replay(target, [TraceRequest(0.0, 4, 2, ())], seed=0)
         finally:
-            await runner.cleanup()
+            await end(runner)
 
     asyncio.run(main())

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ended import accepted
+
 CHUNK = 65536
 
 
@@ -74,6 +76,7 @@ class CutProxy:
     async def _run(self, stop: asyncio.Event) -> None:
         server = await asyncio.start_server(self._serve, sock=self._listener)
         await stop.wait()
+        await accepted()
         server.close()
         self._abort()
 

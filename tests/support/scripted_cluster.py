@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+from ended import end
 
 GROUP = "serving.isthmus.dev"
 KINDS = {
@@ -70,21 +71,10 @@ class ScriptedCluster:
         try:
             yield self._listening(folder, runner)
         finally:
-            self._there(self._end(runner))
+            self._there(end(runner))
             self._loop.call_soon_threadsafe(self._loop.stop)
             thread.join()
             self._loop.close()
-
-    @staticmethod
-    async def _end(runner: web.AppRunner) -> None:
-        server = runner.server
-        assert server is not None
-        await runner.cleanup()
-        # Connections that were being accepted meanwhile.
-        while len(asyncio.all_tasks()) > 1:
-            for one in server.connections:
-                one.force_close()
-            await asyncio.sleep(0)
 
     def _there(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(30)

@@ -86,7 +86,7 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """What the generated text must be, the whole of it (`structured/grammars.py` compiles it)."""
+    """What the generated text must be, the whole of it (`structured/compiled.py` compiles it)."""
 
     kind: Literal["json_object", "json_schema", "regex", "choice", "grammar"]
     text: str = ""

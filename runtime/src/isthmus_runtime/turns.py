@@ -6,26 +6,84 @@ import asyncio
 import logging
 import threading
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TypeVar
 
-from .errors import Cancelled, InvalidRequest, Overloaded, RequestError
+from .errors import Cancelled, InvalidRequest, Overloaded, RequestError, unforeseen
 from .threads import running_pool
 
 _log = logging.getLogger(__name__)
 MOST_WORK_S = 60.0
 """Of a processor, that a thread works for one request. The longest texts that are taken need a sixth of it, and more
 where processors are slow."""
-TURN_S = 1.0
+TURN_S = 0.25
 """Of a processor, after which others who wait have the place, and the rest of the work another turn."""
-_PAUSED = 3
+FAIR_WORK_S = 2.0
+"""Of a processor, after which a work ends where more than `_PAUSED` are paused."""
+_PAUSED, _MOST_PAUSED = 3, 8
 """Works that may be paused, for each place: threads that wait."""
 _LOOK_S = 1.0
+_ANY = 1 << 30
 _A = TypeVar("_A")
 _M = TypeVar("_M")
+
+
+class _Circle:
+    """Who waits: clients in a circle, and each client's own in order."""
+
+    def __init__(self) -> None:
+        self._queues: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        """By client, the next one first."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def others(self, who: str) -> bool:
+        """Whether somebody but client `who` waits. From any thread."""
+        return len(self._queues) > (who in self._queues)
+
+    def add(self, who: str) -> asyncio.Future[None]:
+        """What the client then waits for."""
+        future = asyncio.get_running_loop().create_future()
+        self._queues.setdefault(who, deque()).append(future)
+        return future
+
+    def forget(self, who: str, future: asyncio.Future[None]) -> None:
+        """It has left, or been refused."""
+        queue = self._queues.get(who, deque())
+        if future in queue:
+            queue.remove(future)
+        if not queue:
+            self._queues.pop(who, None)
+
+    def make_room(self, who: str, error: RequestError) -> None:
+        """End the last of the client that has most, or raise `error` where that would be `who`."""
+        longest = max(self._queues, key=lambda name: len(self._queues[name]))
+        if len(self._queues[longest]) < len(self._queues.get(who, ())) + 2:
+            raise error
+        leaver = self._queues[longest].pop()
+        if not leaver.done():  # it may have left by itself a moment ago
+            leaver.set_exception(error)
+
+    def give(self, may: Callable[[str], bool]) -> str | None:
+        """The client that has the next turn, of those who `may`."""
+        for who in [name for name in self._queues if may(name)]:
+            queue = self._queues[who]
+            while queue:
+                future = queue.popleft()
+                if future.done():
+                    continue
+                if queue:
+                    self._queues.move_to_end(who)
+                else:
+                    del self._queues[who]
+                future.set_result(None)
+                return who
+            del self._queues[who]
+        return None
 
 
 class Turns:
@@ -50,8 +108,11 @@ class Turns:
         self._places = places
         self._having: Counter[str] = Counter()
         """Turns that clients have now."""
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-        """By client, the next one first."""
+        self._first, self._again = _Circle(), _Circle()
+        self._going_on = 0
+        """Turns had now by who had one before."""
+        self._went_on = False
+        """The last turn that was given was such a one."""
 
     @asynccontextmanager
     async def turn(self, who: str) -> AsyncIterator[None]:
@@ -62,85 +123,61 @@ class Turns:
         finally:
             self.give_back(who)
 
-    async def take(self, who: str) -> None:
-        """Wait for a turn of client `who`, and have it until `give_back`.
+    async def take(self, who: str, *, again: bool = False) -> None:
+        """Wait for a turn of client `who`, and have it until `give_back`. `again`: to go on with what had a turn
+        before; of several places one is for those, and in the others they come after all who have not begun.
 
         Overloaded (429) when too many wait; also later, for the last of the client that has most of them waiting, to
-        make room for another client.
+        make room for another client. Not `again`.
         """
         if self._may(who):
-            self._having[who] += 1
-        else:
-            await self._wait(who)
+            self._give(who, again)
+            return
+        circle = self._again if again else self._first
+        if not again and len(circle) >= self._most:
+            circle.make_room(who, Overloaded(f"{len(circle)} {self._what}; retry later", status=429))
+        future = circle.add(who)
+        try:
+            await future
+        except asyncio.CancelledError:
+            if future.cancelled() or future.exception():
+                circle.forget(who, future)
+            else:
+                self.give_back(who, again=again)  # it was given the turn, and has left
+            raise
 
-    def give_back(self, who: str) -> None:
-        """A turn of client `who` is over: the next one begins."""
+    def give_back(self, who: str, *, again: bool = False) -> None:
+        """A turn of client `who`, taken as `again` says, is over: the next one begins."""
+        self._going_on -= again
         self._having[who] -= 1
         if not self._having[who]:
             del self._having[who]
-        self._give_on()
+        while self._give_one():  # several where there was one place for a while
+            pass
+
+    def others_wait(self, who: str) -> bool:
+        """Whether somebody but client `who` does. From any thread."""
+        return self._first.others(who) or self._again.others(who)
 
     def _may(self, who: str) -> bool:
         places = 1 if self._one_by_one() else self._places
         each = min(self._each or places, max(1, places - 1))
         return self._having.total() < places and self._having[who] < each
 
-    def others_wait(self, who: str) -> bool:
-        """Whether somebody but client `who` does. From any thread."""
-        return len(self._waiting) > (who in self._waiting)
-
-    async def _wait(self, who: str) -> None:
-        self._make_room(who)
-        future = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(who, deque()).append(future)
-        try:
-            await future
-        except asyncio.CancelledError:
-            if future.cancelled() or future.exception():
-                self._forget(who, future)
-            else:
-                self.give_back(who)  # it was given the turn, and has left
-            raise
-
-    def _make_room(self, who: str) -> None:
-        count = sum(map(len, self._waiting.values()))
-        if count < self._most:
-            return
-        error = Overloaded(f"{count} {self._what}; retry later", status=429)
-        longest = max(self._waiting, key=lambda name: len(self._waiting[name]))
-        if len(self._waiting[longest]) < len(self._waiting.get(who, ())) + 2:
-            raise error
-        leaver = self._waiting[longest].pop()
-        if not leaver.done():  # it may have left by itself a moment ago
-            leaver.set_exception(error)
-
-    def _give_on(self) -> None:
-        while self._give_one():  # several where there was one place for a while
-            pass
+    def _give(self, who: str, again: bool) -> None:
+        self._having[who] += 1
+        self._going_on += again
+        self._went_on = again
 
     def _give_one(self) -> bool:
-        for who in [name for name in self._waiting if self._may(name)]:
-            queue = self._waiting[who]
-            while queue:
-                future = queue.popleft()
-                if future.done():
-                    continue
-                if queue:
-                    self._waiting.move_to_end(who)
-                else:
-                    del self._waiting[who]
-                self._having[who] += 1
-                future.set_result(None)
+        one_place = self._places == 1 or self._one_by_one()
+        again_first = not self._went_on if one_place else not self._going_on
+        for again in (True, False) if again_first else (False, True):
+            who = (self._again if again else self._first).give(self._may)
+            if who is not None:
+                self._give(who, again)
                 return True
-            del self._waiting[who]
         return False
-
-    def _forget(self, who: str, future: asyncio.Future[None]) -> None:
-        queue = self._waiting.get(who, deque())
-        if future in queue:
-            queue.remove(future)
-        if not queue:
-            self._waiting.pop(who, None)
 
 
 class _Task:
@@ -149,26 +186,31 @@ class _Task:
     def __init__(self, who: str, pause: Callable[[_Task], None] | None) -> None:
         """`pause`: where it may be, waits on its thread for another turn."""
         self.who = who
-        self.left = threading.Event()
-        """Nobody waits for it."""
         self.go = threading.Event()
-        """It has its next turn, or no more of them: `refusal` says why."""
-        self.refusal: RequestError | None = None
+        """It has its next turn, or is to end."""
+        self.ending = False
         self.has_turn = True
+        self.again: asyncio.Future[None] | None = None
+        """Its next turn, while it is paused."""
+        self.long = False
+        """It has been paused."""
+        self.worked_s = 0.0
+        """Of a processor, when it last looked."""
         self._pause = pause
-        self._turn_ends = self._ends = 0.0
+        self._why: RequestError | None = None
+        self._began = self._turn_ends = 0.0
 
     def begin(self) -> None:
-        """On its thread, as is `look`."""
-        now = time.thread_time()
-        self._turn_ends, self._ends = now + TURN_S, now + MOST_WORK_S
+        """On its thread, as are `look` and `check`."""
+        self._began = time.thread_time()
+        self._turn_ends = self._began + TURN_S
 
     def look(self, others_wait: bool) -> None:
         """Pause where its turn is over and others wait. Raises as `go_on`."""
-        if self.left.is_set():
-            raise Cancelled("nobody waits for this any more")
+        self.check()
         now = time.thread_time()
-        if now > self._ends:
+        self.worked_s = now - self._began
+        if self.worked_s > MOST_WORK_S:
             raise InvalidRequest(
                 f"the request's texts take more than {MOST_WORK_S:g} s of a processor to be tokenised: send fewer or "
                 "shorter ones in a request"
@@ -176,6 +218,24 @@ class _Task:
         if now > self._turn_ends and others_wait and self._pause is not None:
             self._pause(self)
             self._turn_ends = now + TURN_S
+
+    def check(self) -> None:
+        """Raises what it is to end with."""
+        if self.ending:
+            raise self._reason()
+
+    def end(self, why: RequestError) -> None:
+        """Where it looks next, or at once where it is paused. On the event loop."""
+        if not self.ending:
+            self._why, self.ending = why, True
+        if self.again is not None:
+            self.again.cancel()
+
+    def _reason(self) -> RequestError:
+        # Its traceback will hold the task, which is not to hold it: a cycle, with a body in its frames.
+        why, self._why = self._why, None
+        assert why is not None
+        return why
 
 
 class _Work(threading.local):
@@ -190,8 +250,8 @@ _work = _Work()
 
 def go_on() -> None:
     """Called now and then by what may take long: others have a turn meanwhile. Cancelled where nobody waits for this
-    thread's work any more, and InvalidRequest where it has taken too long; on a thread that works for nobody in turns,
-    nothing."""
+    thread's work any more, InvalidRequest where it has taken too long, Overloaded (429) where too many long ones are
+    begun and its client's have taken most; on a thread that works for nobody in turns, nothing."""
     if (task := _work.task) is not None:
         task.look(_work.others_wait(task.who))
 
@@ -203,12 +263,13 @@ class ThreadsInTurns:
         self, count: int, name: str, most: int, what: str, *, one_by_one: Callable[[], bool] = lambda: False
     ) -> None:
         """`count` works at a time, on threads called `name`_N; of the rest see `Turns`. Of several a work is paused
-        where it is long: one client has all but one of `count`, the paused ones among them."""
+        where it is long: one client has all but one of `count`, the paused ones among them. Where too many are paused,
+        the client whose works have taken most loses the longest: those who come find no threads taken."""
         self._turns = Turns(most, what, count, one_by_one=one_by_one)
-        threads = count if count == 1 else count * (1 + _PAUSED)
-        self._begun = Turns(most, what, threads, each=max(1, count - 1))
-        self._pauses = threads > count
-        self._threads = running_pool(threads, name)
+        self._begun = Turns(most, what, count if count == 1 else _ANY, each=max(1, count - 1))
+        self._paused, self._most_paused = (0, 0) if count == 1 else (count * _PAUSED, count * _MOST_PAUSED)
+        self._threads = running_pool(count + self._most_paused, name)
+        self._long: set[_Task] = set()
 
     async def do(self, who: str, make: Callable[[_A], _M], what: _A) -> _M:
         """What `make` makes of `what`, on a thread. Overloaded as of `Turns.take`.
@@ -223,7 +284,7 @@ class ThreadsInTurns:
             self._begun.give_back(who)
             raise
         loop = asyncio.get_running_loop()
-        task = _Task(who, partial(self._pause, loop) if self._pauses else None)
+        task = _Task(who, partial(self._pause, loop) if self._most_paused else None)
 
         def make_it() -> _M:
             _work.task, _work.others_wait = task, self._turns.others_wait
@@ -236,8 +297,9 @@ class ThreadsInTurns:
         work = loop.run_in_executor(self._threads, make_it)
 
         def over(work: asyncio.Future[_M]) -> None:
+            self._long.discard(task)
             if task.has_turn:
-                self._turns.give_back(who)
+                self._turns.give_back(who, again=task.long)
             self._begun.give_back(who)
             error = None if work.cancelled() else work.exception()
             if error is not None and not isinstance(error, RequestError):
@@ -248,7 +310,7 @@ class ThreadsInTurns:
         try:
             return await asyncio.shield(work)
         finally:
-            task.left.set()
+            task.end(Cancelled("nobody waits for this any more"))
             del work  # an error of it holds this frame, and would be held by it
 
     def _pause(self, loop: asyncio.AbstractEventLoop, task: _Task) -> None:
@@ -258,19 +320,42 @@ class ThreadsInTurns:
         while not task.go.wait(_LOOK_S):
             if loop.is_closed():
                 raise Cancelled("the server has ended")
-        if task.refusal is not None:
-            raise task.refusal
+        task.check()
 
     def _give_place(self, task: _Task) -> None:
-        self._turns.give_back(task.who)
+        self._turns.give_back(task.who, again=task.long)
         task.has_turn = False
-        again = asyncio.ensure_future(self._turns.take(task.who))
+        task.long = True
+        self._long.add(task)
+        task.again = again = asyncio.ensure_future(self._turns.take(task.who, again=True))
 
         def given(again: asyncio.Future[None]) -> None:
-            error = None if again.cancelled() else again.exception()
-            task.has_turn = error is None and not again.cancelled()
-            if not task.has_turn:
-                task.refusal = error if isinstance(error, RequestError) else Cancelled("the server ends")
+            task.again = None
+            error = Cancelled("the server ends") if again.cancelled() else again.exception()
+            task.has_turn = error is None
+            if error is not None:
+                task.end(error if isinstance(error, RequestError) else unforeseen(error))
             task.go.set()
 
         again.add_done_callback(given)
+        if task.ending:  # it left as it paused
+            again.cancel()
+        self._make_way()
+
+    def _make_way(self) -> None:
+        going_on = [task for task in self._long if not task.ending]
+        crowded = len(going_on) > self._most_paused
+        may_end = [task for task in going_on if crowded or task.worked_s > FAIR_WORK_S]
+        if len(going_on) <= self._paused or not may_end:
+            return
+        taken_s: defaultdict[str, float] = defaultdict(float)
+        for task in going_on:
+            taken_s[task.who] += task.worked_s
+        longest = max(may_end, key=lambda task: (taken_s[task.who], task.worked_s))
+        longest.end(
+            Overloaded(
+                f"{len(going_on)} requests have long texts, and those of this one have taken {longest.worked_s:.1f} s "
+                "of a processor until now: send fewer or shorter ones in a request, or retry later",
+                status=429,
+            )
+        )

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus_runtime.engine.draft_model import Ask, DraftModel, DraftRows
-from isthmus_runtime.engine.drafts import AGAIN, TRUSTED, ModelDrafter
+from isthmus_runtime.engine.drafters import AGAIN, TRUSTED, ModelDrafter
 from isthmus_runtime.engine.sequence import Kind
 from isthmus_runtime.errors import ConfigError
 from isthmus_runtime.executor.fake import MAX_TOKEN_IDS, VOCAB_SIZE, FakeExecutor, Windows, expected_tokens

@@ -12,7 +12,8 @@ from forced_stretches import Stretches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus_runtime.engine.drafts import CATCH_UP, GRAM, TRUSTED, Drafter, Speculation
+from isthmus_runtime.engine.drafters import CATCH_UP, GRAM, TRUSTED, Drafter
+from isthmus_runtime.engine.drafts import Speculation
 from isthmus_runtime.engine.masks import MaskThread
 from isthmus_runtime.engine.sequence import Kind
 from isthmus_runtime.engine.step_time import StepSize, StepTimes

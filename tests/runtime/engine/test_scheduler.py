@@ -16,7 +16,7 @@ from isthmus_runtime.config import SchedulerConfig
 from isthmus_runtime.engine import drafts
 from isthmus_runtime.engine.aging import EVERY
 from isthmus_runtime.engine.completion import TICKET_S
-from isthmus_runtime.engine.drafts import Drafter
+from isthmus_runtime.engine.drafters import Drafter
 from isthmus_runtime.engine.scheduler import Scheduler
 from isthmus_runtime.engine.sequence import CancelAttempt, FinishSend, Kind, OpenReceive, Phase, SendBlocks
 from isthmus_runtime.errors import DeadlineExceeded, EngineFailed, InvalidRequest, NeverFits, Overloaded, TransferFailed

@@ -29,8 +29,9 @@ from isthmus_runtime.executor.model_runner import TorchExecutor
 from isthmus_runtime.interfaces.steps import AdapterSlot, StepOutput, StepPlan
 from isthmus_runtime.kv.plan import KvPlan, KvPlanInput, plan
 from isthmus_runtime.lora_config import LoraConfig
+from isthmus_runtime.models.base import check_shards
 from isthmus_runtime.models.registry import parse_model_spec, read_model_spec
-from isthmus_runtime.models.shard import Shard, check_shards
+from isthmus_runtime.models.shard import Shard
 from isthmus_runtime.request import SamplingParams
 
 DEADLINE_S = 120.0

@@ -21,7 +21,8 @@ from isthmus_runtime.config import ModelConfig, SchedulerConfig
 from isthmus_runtime.engine import drafts, scheduler
 from isthmus_runtime.engine.backend import EngineBackend
 from isthmus_runtime.engine.draft_model import ROWS, DraftModel, DraftRows
-from isthmus_runtime.engine.drafts import Drafter, Speculation
+from isthmus_runtime.engine.drafters import Drafter
+from isthmus_runtime.engine.drafts import Speculation
 from isthmus_runtime.engine.local import LocalEngine
 from isthmus_runtime.engine.loop import EngineLoop
 from isthmus_runtime.engine.streams import Streams

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 from aiohttp import web
+from ended import end
 from prometheus_client import CollectorRegistry
 from serving import served as serving
 
@@ -127,7 +128,7 @@ class FakeEngine:
         try:
             yield self
         finally:
-            await runner.cleanup()
+            await end(runner)
 
     async def _info(self, request):
         self.probes += 1

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from itertools import pairwise
 
 import pytest
+from ended import answering
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -62,14 +63,12 @@ class Server:
 
     @asynccontextmanager
     async def serve(self):
-        server = await asyncio.start_server(self.handle, "127.0.0.1", 0)
-        client = Wire()
-        try:
-            yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", client
-        finally:
-            client.close()
-            server.close()
-            await server.wait_closed()
+        async with answering(self.handle) as port:
+            client = Wire()
+            try:
+                yield f"http://127.0.0.1:{port}", client
+            finally:
+                client.close()
 
 
 async def until(condition):

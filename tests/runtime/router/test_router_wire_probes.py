@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 
+from ended import answering
+
 from isthmus_runtime.router.wire import Wire
 
 
@@ -17,9 +19,12 @@ def test_a_silent_connection_is_probed_within_seconds() -> None:
         writer.close()
 
     async def main() -> None:
-        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        async with answering(answer) as port:
+            await ask(port)
+
+    async def ask(port: int) -> None:
         wire = Wire()
-        exchange = await wire.post(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "/x", b"")
+        exchange = await wire.post(f"http://127.0.0.1:{port}", "/x", b"")
         assert exchange._transport is not None
         sock = exchange._transport.get_extra_info("socket")
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
@@ -32,7 +37,5 @@ def test_a_silent_connection_is_probed_within_seconds() -> None:
         assert await exchange.read() == b"{}"
         exchange.close()
         wire.close()
-        server.close()
-        await server.wait_closed()
 
     asyncio.run(asyncio.wait_for(main(), 10))

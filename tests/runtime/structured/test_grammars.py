@@ -20,8 +20,12 @@ from tokenizers import Tokenizer
 from isthmus_runtime.errors import EngineFailed, InvalidRequest, Overloaded
 from isthmus_runtime.interfaces.steps import Outgrown
 from isthmus_runtime.request import Structure
+from isthmus_runtime.structured import compiled as compiling
 from isthmus_runtime.structured import grammars as module
-from isthmus_runtime.structured.grammars import MAX_TEXT, Grammars, Guide
+from isthmus_runtime.structured import guide as walking
+from isthmus_runtime.structured.compiled import MAX_TEXT, memory_of
+from isthmus_runtime.structured.grammars import Grammars
+from isthmus_runtime.structured.guide import Guide
 
 EOS = (2, 0)
 VOCAB = 410
@@ -210,7 +214,7 @@ def test_a_grammar_is_compiled_once_for_all_choices_of_a_request(grammars: Gramm
 
 def test_forced_tokens_are_looked_for_once(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a long text is forced, that takes long, and the masks of other requests wait for it."""
-    monkeypatch.setattr(module, "_SLOW_S", 1e9)  # apart, there is no counting
+    monkeypatch.setattr(walking, "_SLOW_S", 1e9)  # apart, there is no counting
 
     class Counting:
         def __init__(self, matcher: Any) -> None:
@@ -256,14 +260,14 @@ def follow(guide: Guide, most: int, seed: int, generated: list[int] | None = Non
 
 
 def few_states(monkeypatch: pytest.MonkeyPatch, model: Path, most: int) -> Grammars:
-    monkeypatch.setattr(module, "_LIMITS", LLParserLimits(max_lexer_states=most, verbose_errors=False))
+    monkeypatch.setattr(compiling, "_LIMITS", LLParserLimits(max_lexer_states=most, verbose_errors=False))
     return Grammars.load(model, eos_token_ids=EOS, vocab_size=VOCAB)
 
 
 def test_a_lexer_that_others_have_used_up_is_replaced_for_all(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests with one grammar share it: no request's text may end another one, nor those that come later."""
     grammars = few_states(monkeypatch, model, 500)
-    monkeypatch.setattr(module, "_LEAST_SHARED", 1000)
+    monkeypatch.setattr(walking, "_LEAST_SHARED", 1000)
     made, compiled = list[Structure](), grammars._compile
 
     def counted(structure: Structure, states: int | None = None, whose: str = "") -> Any:
@@ -286,7 +290,7 @@ def test_a_lexer_that_others_have_used_up_is_replaced_for_all(model: Path, monke
 def test_a_long_answer_may_use_up_many_lexers(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each place in a counted repeat is a few states more."""
     grammars = few_states(monkeypatch, model, 1000)
-    monkeypatch.setattr(module, "_LEAST_PROGRESS", 20)
+    monkeypatch.setattr(walking, "_LEAST_PROGRESS", 20)
     text = {"type": "string", "minLength": 900, "maxLength": 1000}
     schema = {"type": "object", "properties": {"a": text}, "required": ["a"], "additionalProperties": False}
     structure = Structure("json_schema", json.dumps(schema))
@@ -321,9 +325,9 @@ def test_tokens_of_a_slow_grammar_are_taken_in_apart_with_the_same_masks(
     plain, apart = grammars.guide(structure), grammars.guide(structure)
     rng, generated = random.Random(3), list[int]()
     for _ in range(30):
-        monkeypatch.setattr(module, "_SLOW_S", 1e9)
+        monkeypatch.setattr(walking, "_SLOW_S", 1e9)
         wanted = plain.allowed(generated), plain.forced(generated, 4)
-        monkeypatch.setattr(module, "_SLOW_S", -1.0)
+        monkeypatch.setattr(walking, "_SLOW_S", -1.0)
         assert (apart.allowed(generated), apart.forced(generated, 4)) == wanted
         ids = [i for i in allowed_ids(wanted[0]) if i not in EOS]
         if not ids:
@@ -345,7 +349,7 @@ def test_who_goes_on_shares_the_next_lexer_and_the_next(model: Path, monkeypatch
 def test_few_have_a_lexer_of_their_own(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each may be tens of megabytes, and a request may have 128 choices."""
     grammars = few_states(monkeypatch, model, 500)
-    monkeypatch.setattr(module, "_LEAST_SHARED", 1000)
+    monkeypatch.setattr(walking, "_LEAST_SHARED", 1000)
     monkeypatch.setattr(module, "_MOST_ALONE", 2)
     guides = [grammars.guide(SPENDS) for _ in range(3)]
     lengths = [follow(guide, 250, seed)[0] for seed, guide in enumerate(guides[:2])]
@@ -378,7 +382,7 @@ def test_a_grammar_begins_with_a_small_lexer(model: Path, monkeypatch: pytest.Mo
 
 def test_grammars_that_differ_are_bounded_together(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By what they may take: each request may have one that nobody else has. Whose client has most gives way."""
-    one = module.memory_of(Structure("regex", "a000")) + module._OF_A_STATE * module._FIRST_STATES
+    one = memory_of(Structure("regex", "a000"), module._FIRST_STATES)
     monkeypatch.setattr(module, "_MOST_MEMORY", 8 * one)
     grammars = Grammars.load(model, eos_token_ids=EOS, vocab_size=VOCAB)
     for i in range(20):  # nobody walks with them any more
@@ -412,7 +416,7 @@ def test_grammars_that_differ_are_bounded_together(model: Path, monkeypatch: pyt
 
 def bounded(model: Path, monkeypatch: pytest.MonkeyPatch, small: int) -> Grammars:
     """With room for so many grammars of a few characters."""
-    one = module.memory_of(Structure("regex", "a000")) + module._OF_A_STATE * module._FIRST_STATES
+    one = memory_of(Structure("regex", "a000"), module._FIRST_STATES)
     monkeypatch.setattr(module, "_MOST_MEMORY", small * one)
     return Grammars.load(model, eos_token_ids=EOS, vocab_size=VOCAB)
 
@@ -464,9 +468,9 @@ def test_a_grammar_that_clients_share_is_not_let_go_for_one_s_excess(
 def test_what_walks_keep_is_bounded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row of the parser, with all that it may be, for each token."""
     grammars = bounded(model, monkeypatch, 8)
-    monkeypatch.setattr(module, "_WALK_RATE", 1e18)
-    monkeypatch.setattr(module, "_TAKING_RATE", 1e18)
-    monkeypatch.setattr(module, "_TOKEN_WALK", 1 << 20)  # whatever time it takes
+    monkeypatch.setattr(walking, "_WALK_RATE", 1e18)
+    monkeypatch.setattr(walking, "_TAKING_RATE", 1e18)
+    monkeypatch.setattr(walking, "_TOKEN_WALK", 1 << 20)  # whatever time it takes
     kinds = range(20)
     text = "start: x*\nx: " + " | ".join(f"x{i}" for i in kinds) + "".join(f'\nx{i}: "a"' for i in kinds)
     walks, few = grammars.guide(Structure("grammar", text), "many"), grammars.guide(Structure("regex", "b*"), "few")
@@ -483,7 +487,7 @@ def test_whatever_of_a_lexer_is_used_up(model: Path, monkeypatch: pytest.MonkeyP
     """Its states, or the expressions that these are made of."""
     words = set[str]()
     for states in (500, 1 << 20):
-        monkeypatch.setattr(module, "_LEAST_SHARED", 1 << 20)
+        monkeypatch.setattr(walking, "_LEAST_SHARED", 1 << 20)
         grammars = few_states(monkeypatch, model, states)
         structure = SPENDS if states == 500 else Structure("regex", r"(.|\n)*[ae ](.|\n){300}c")
         for seed in range(3):

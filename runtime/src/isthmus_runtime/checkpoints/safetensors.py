@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..errors import WeightsError
 from ..models.base import Shapes
-from ..models.config_reader import read_json
+from ..models.json_reader import read_json
 from ..models.shard import Slice
 from .quantized import Scheme, Stored
 

@@ -32,8 +32,8 @@ from ..executor.ranks import LeadingAdapters, LeadingExecutor, Ranks, follow, jo
 from ..interfaces.steps import AdapterHolder, Executor, StepOutput, StepPlan
 from ..interfaces.transport import KvRegion
 from ..kv.plan import KvPlan
+from ..models.base import check_shards
 from ..models.registry import read_model_spec
-from ..models.shard import check_shards
 from .pool_plan import plan_pool
 
 log = logging.getLogger(__name__)

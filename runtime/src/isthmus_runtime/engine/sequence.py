@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 from ..interfaces.handoff import BlockRef, PromptResult, ReceiveJob
 from ..interfaces.steps import Masks
 from ..request import GenerateRequest, TokenChunk, TokenLogprobs
-
-if TYPE_CHECKING:
-    from .drafts import Drafter, ModelDrafter
+from .drafters import Drafter, ModelDrafter
 
 FIRST = -(2**31) - 1
 """More urgent than any `priority` of a request."""

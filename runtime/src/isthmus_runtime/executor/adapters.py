@@ -15,7 +15,8 @@ from torch import Tensor
 from ..checkpoints.peft import MAX_LISTED, AdapterFiles, LoraPair, parse_adapter, read_files
 from ..errors import WeightsError
 from ..interfaces.steps import Adapter, AdapterSlot
-from ..layers.lora import Adaptable, Adapters
+from ..layers.adaptable import Adaptable
+from ..layers.lora import Adapters
 from ..lora_config import LoraConfig
 from ..models.base import Model
 from .device.base import Device

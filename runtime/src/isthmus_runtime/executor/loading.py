@@ -20,10 +20,10 @@ from ..config import ModelConfig, SchedulerConfig
 from ..errors import ConfigError, EngineFailed
 from ..kv.groups import LayerSpec
 from ..lora_config import LoraConfig
-from ..models.base import Model, ModelSpec, TensorSource
+from ..models.base import Model, ModelSpec, TensorSource, check_shards
 from ..models.pooling import Pooling, read_task
 from ..models.registry import read_model_spec
-from ..models.shard import WHOLE, Shard, check_shards
+from ..models.shard import WHOLE, Shard
 from ..request import GENERATES, ServedTask
 from .adapters import AdapterSlots
 from .device.base import KV_DTYPES, KV_NAMES, Device

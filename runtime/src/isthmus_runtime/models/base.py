@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
+from ..errors import ConfigError
 from ..kv.groups import LayerSpec
 from ..layers.rope_spec import RopeSpec
 from .quantization import Quantization
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from ..layers.adaptable import Adaptable
     from ..layers.batch import ForwardBatch, LayerKv, ReadBatch
-    from ..layers.lora import Adaptable
 
 Shapes = dict[str, tuple[int, ...]]
 """Tensor name of the checkpoint -> shape."""
@@ -64,7 +65,7 @@ class ModelSpec(ABC):
     @abstractmethod
     def build(self, source: TensorSource, dtype: torch.dtype, shard: Shard = WHOLE) -> Model:
         """Take a rank's part of the weights out of `source` and make a model that computes in `dtype`, on the weights'
-        device. `shard.check_shards` has let the number of ranks pass."""
+        device. `check_shards` has let the number of ranks pass."""
 
     @property
     def unused_tensors(self) -> tuple[str, ...]:
@@ -104,6 +105,26 @@ class ModelSpec(ABC):
             )
             run = 0
         return tuple(specs)
+
+
+def check_shards(spec: ModelSpec, size: int) -> None:
+    """Raise ConfigError, with all reasons, for a model that `size` ranks cannot compute together."""
+    if size == 1:
+        return
+    flag = f"--tensor-parallel-size {size}"
+    if not spec.sharded:
+        raise ConfigError(f"{flag}: {spec.architecture} is not split over ranks yet; use 1")
+    problems: list[str] = []
+    for name, count in (("num_attention_heads", spec.num_heads), ("intermediate_size", spec.intermediate_size)):
+        if count % size:
+            problems.append(f"{flag} does not divide {name} {count} of {spec.architecture}; use a divisor of it")
+    if spec.num_kv_heads % size and size % spec.num_kv_heads:
+        problems.append(
+            f"{flag} neither divides num_key_value_heads {spec.num_kv_heads} of {spec.architecture} nor is a multiple "
+            "of it; use one that does"
+        )
+    if problems:
+        raise ConfigError(problems)
 
 
 class TensorSource(Protocol):

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..layers.adaptable import Adaptable, Projection
 from ..layers.attention import Attention
 from ..layers.batch import AttentionBatch, ForwardBatch, LayerKv, ReadBatch
 from ..layers.embedding import Embedding
 from ..layers.latent_attention import LatentAttention
 from ..layers.linear import Linear
-from ..layers.lora import Adaptable, Projection
 from ..layers.mlp import Activation, GatedMlp, Mlp, MlpScratch
 from ..layers.moe import ExpertWeights
 from ..layers.norm import Joint, RmsNorm

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..request import GENERATES, ServedTask
-from .config_reader import read_json
+from .json_reader import read_json
 
 _MODULES = "modules.json"
 POOLING_THERE = "1_Pooling/config.json"

@@ -7,10 +7,8 @@ about activations and about how the quantisation was made change nothing here. A
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .config_reader import ConfigReader
+from .json_reader import JsonReader
 
 METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq", "mxfp4")
 # Which layers stay as they are is what the checkpoint's tensors say.
@@ -45,7 +43,7 @@ class Quantization:
     block: tuple[int, int] | None = None
 
 
-def read_quantization(read: ConfigReader) -> Quantization:
+def read_quantization(read: JsonReader) -> Quantization:
     """The record of a `quantization_config`."""
     method = read.text("quant_method", "")
     if method not in METHODS:
@@ -58,7 +56,7 @@ def read_quantization(read: ConfigReader) -> Quantization:
     return found
 
 
-def _fp8(read: ConfigReader) -> Quantization:
+def _fp8(read: JsonReader) -> Quantization:
     read.only("fmt", "e4m3")
     for key in ("activation_scheme", "activation_scale_ub"):
         read.get(key)
@@ -69,7 +67,7 @@ def _fp8(read: ConfigReader) -> Quantization:
     return Quantization(method="fp8", block=(max(1, rows), max(1, columns)))
 
 
-def _compressed(read: ConfigReader) -> Quantization:
+def _compressed(read: JsonReader) -> Quantization:
     read.only("format", "float-quantized")
     read.only("kv_cache_scheme")
     for key in _COMPRESSED_NOTES:
@@ -95,7 +93,7 @@ def _compressed(read: ConfigReader) -> Quantization:
     return Quantization(method="fp8", block=block)
 
 
-def _awq(read: ConfigReader) -> Quantization:
+def _awq(read: JsonReader) -> Quantization:
     read.only("bits", 4)
     read.only("version", "gemm", "GEMM")
     read.only("zero_point", True)
@@ -104,7 +102,7 @@ def _awq(read: ConfigReader) -> Quantization:
     return Quantization(method="awq", bits=4, group_size=_group_size(read))
 
 
-def _gptq(read: ConfigReader) -> Quantization:
+def _gptq(read: JsonReader) -> Quantization:
     read.only("bits", 2, 4, 8)
     read.only("checkpoint_format", "gptq", "gptq_v2")
     read.only("is_marlin_format", False)
@@ -117,11 +115,11 @@ def _gptq(read: ConfigReader) -> Quantization:
     return Quantization(method="gptq", bits=read.integer("bits"), group_size=_group_size(read), zero_offset=offset)
 
 
-def _group_size(read: ConfigReader) -> int | None:
+def _group_size(read: JsonReader) -> int | None:
     return None if read.get("group_size") == -1 else read.integer("group_size", 128)
 
 
-def _mxfp4(read: ConfigReader) -> Quantization:
+def _mxfp4(read: JsonReader) -> Quantization:
     read.get("dequantize")
     return Quantization(method="mxfp4", bits=4, group_size=32)
 

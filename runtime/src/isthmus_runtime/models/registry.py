@@ -10,8 +10,9 @@ from typing import Any
 
 from ..errors import WeightsError
 from .base import ModelSpec
-from .config_reader import ConfigReader, read_json
+from .config_reader import ConfigReader
 from .gguf_format import GgufFormat
+from .json_reader import read_json
 
 FAMILIES: Mapping[str, str] = MappingProxyType(
     {

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import log, sqrt
-from typing import TYPE_CHECKING
 
 from ..layers.rope_spec import ROPE_KINDS, RopeSpec
-
-if TYPE_CHECKING:
-    from .config_reader import ConfigReader
+from .json_reader import JsonReader
 
 # Names that a kind had in older files.
 _OLD_NAMES = {"su": "longrope"}
 
 
-def kind_of(scaling: ConfigReader) -> str:
+def kind_of(scaling: JsonReader) -> str:
     """The kind that an object of `rope_scaling` names."""
     kind = scaling.text("rope_type", "") or scaling.text("type", "default")
     # Exporters write both keys.
@@ -26,7 +23,7 @@ def kind_of(scaling: ConfigReader) -> str:
     return _OLD_NAMES.get(kind, kind)
 
 
-def reach(scaling: ConfigReader, max_position: int) -> int:
+def reach(scaling: JsonReader, max_position: int) -> int:
     """Tokens that a model is good for whose `max_position_embeddings` is `max_position`.
 
     dynamic stretches past it; yarn's files say the length before or after the stretching.
@@ -41,7 +38,7 @@ def reach(scaling: ConfigReader, max_position: int) -> int:
 
 
 def read_rope(
-    scaling: ConfigReader, *, theta: float, partial: float, head_dim: int, max_position: int, original: int | None
+    scaling: JsonReader, *, theta: float, partial: float, head_dim: int, max_position: int, original: int | None
 ) -> RopeSpec:
     """The rotary embedding that `scaling` describes.
 
@@ -87,7 +84,7 @@ def read_rope(
     return spec
 
 
-def _yarn(scaling: ConfigReader, plain: RopeSpec, max_position: int) -> RopeSpec:
+def _yarn(scaling: JsonReader, plain: RopeSpec, max_position: int) -> RopeSpec:
     factor = scaling.number("factor")
     attention = scaling.optional_number("attention_factor")
     if attention is None and scaling.get("mscale") and scaling.get("mscale_all_dim"):
@@ -111,7 +108,7 @@ def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * log(factor) + 1.0
 
 
-def _longrope(scaling: ConfigReader, plain: RopeSpec, pairs: int, max_position: int, original: int | None) -> RopeSpec:
+def _longrope(scaling: JsonReader, plain: RopeSpec, pairs: int, max_position: int, original: int | None) -> RopeSpec:
     factor = scaling.optional_number("factor")
     if original is not None:
         factor = max_position / original

@@ -13,12 +13,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from ..errors import ConfigError
-
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from .base import ModelSpec
 
 
 class Slice(NamedTuple):
@@ -91,23 +87,3 @@ class Shard:
 
 
 WHOLE = Shard()
-
-
-def check_shards(spec: ModelSpec, size: int) -> None:
-    """Raise ConfigError, with all reasons, for a model that `size` ranks cannot compute together."""
-    if size == 1:
-        return
-    flag = f"--tensor-parallel-size {size}"
-    if not spec.sharded:
-        raise ConfigError(f"{flag}: {spec.architecture} is not split over ranks yet; use 1")
-    problems: list[str] = []
-    for name, count in (("num_attention_heads", spec.num_heads), ("intermediate_size", spec.intermediate_size)):
-        if count % size:
-            problems.append(f"{flag} does not divide {name} {count} of {spec.architecture}; use a divisor of it")
-    if spec.num_kv_heads % size and size % spec.num_kv_heads:
-        problems.append(
-            f"{flag} neither divides num_key_value_heads {spec.num_kv_heads} of {spec.architecture} nor is a multiple "
-            "of it; use one that does"
-        )
-    if problems:
-        raise ConfigError(problems)

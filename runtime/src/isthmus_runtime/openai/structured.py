@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..errors import InvalidRequest
 from ..request import Structure
-from ..structured.grammars import MAX_TEXT
+from ..structured.compiled import MAX_TEXT
 from ..structured.sources import MAX_CHOICES
 from .bodies import least_written
 

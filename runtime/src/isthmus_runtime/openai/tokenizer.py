@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as HfTokenizer
 from ..errors import ConfigError, InvalidRequest
 from ..request import SamplingOptions
 from ..turns import go_on
-from .bounds import cut, growth, is_steady, may_cut, token_bound
+from .bounds import cut, expressions, growth, is_steady, may_cut, token_bound
 from .chat import MOST_STEPS, SOME_STEPS, ChatTemplate, Conversation, NeedsThread, TooCostly
 from .control import ControlTokens, Marks
 from .pieces import Pieces
@@ -28,6 +28,8 @@ from .words import Words, cuts_at_words
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 _OPTIONS = TypeAdapter(SamplingOptions)
+_SHOWN = 200
+"""Characters of expressions that an error shows."""
 
 _PART = 1 << 16
 """Characters tokenised at a time: about a millisecond, after which other threads run."""
@@ -82,6 +84,13 @@ class Tokenizer:
         set_ends(tokenizer, config, special, model_type)
         source = tokenizer.to_str()
         raw = json.loads(source)
+        if not is_steady(raw):
+            shown = " and ".join(map(repr, expressions(raw)))[:_SHOWN]
+            raise ConfigError(
+                f"tokenizer.json: {shown}: such expressions may take very long over a short text, and whoever sends "
+                "one would hold up all others; two repetitions may stand side by side with nothing behind them, none "
+                "within another, and few may be tried again from each letter on, as in those of all known tokenizers"
+            )
         added = tokenizer.get_added_tokens_decoder()
         self._control_ids = {t.content: i for i, t in added.items()}
         self._special = {t.content: i for i, t in added.items() if t.special}
@@ -96,8 +105,6 @@ class Tokenizer:
         self.defaults = defaults
         self._words = Words(self._batch) if cuts_at_words(raw) else None
         self._cuts = self._words is not None and may_cut(raw.get("added_tokens") or ())
-        self.steady = is_steady(raw)
-        """A short text takes a short time: else none is tokenised on an event loop."""
         self._bound = token_bound(raw)
         self._growth = growth(raw)
         self._num_special = tokenizer.num_special_tokens_to_add(False)
@@ -185,7 +192,7 @@ class Tokenizer:
     def surely_fits(self, text: str, most: int, *, special: bool) -> bool:
         """Whether `text` has 1 to `most` ids for certain, without tokenising it. `special`: by `encode`, else by
         `encode_alone`."""
-        if self._growth is None or self._bound is None or not self.steady:
+        if self._growth is None or self._bound is None:
             return False
         size = len(text) if text.isascii() else self._growth * len(text.encode())
         if special:

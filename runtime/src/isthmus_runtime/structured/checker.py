@@ -27,7 +27,8 @@ from typing import ClassVar
 from ..errors import InvalidRequest, Overloaded
 from ..request import Structure
 from ..turns import Turns
-from .grammars import MAX_TEXT, Grammars, check_size, memory_of
+from .compiled import MAX_TEXT, check_size, memory_of
+from .grammars import Grammars
 
 _log = logging.getLogger(__name__)
 
