@@ -247,8 +247,9 @@ class EngineServer:
 
     async def _stream(self, what: GenerateCall, call: Call) -> None:
         request = what.request.to_request()
+        client = _client(call.headers)
         if request.structure is not None or request.prompt is not None:
-            request = replace(request, client=_client(call.headers))
+            request = replace(request, client=client)
         told = 0
         if request.prompt is not None:
             try:
@@ -266,6 +267,7 @@ class EngineServer:
             local_attempt=what.local_attempt,
             peer_url=what.prefill_url,
             peer_epoch=what.prefill_epoch,
+            client=client,
         )
         observer = _Observer(self._meters, self._clock, len(request.prompt_token_ids))
         try:
