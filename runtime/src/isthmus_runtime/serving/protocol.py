@@ -243,7 +243,7 @@ class Protocol(HttpToolsProtocol):
     # ------------------------------------------------------------------------------------------------------ answering
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        if self._refusal is not None and cycle.more_body:
+        if self._refusal is not None and (cycle.more_body or cycle is self._turned_away):
             self._say_no(self._refusal)
             return
         self._running = cycle
@@ -516,6 +516,8 @@ class Protocol(HttpToolsProtocol):
         """Answer for what arrives, once that is due, and close."""
         self._refusal = error
         self._deaf = True
+        if self._phase is _Phase.BODY:
+            self._turned_away = self.cycle
         if self.headers:
             self.headers.clear()  # of a head of which nobody hears; they would stay as long as the connection lingers
         if isinstance(error, InvalidRequest):
