@@ -260,7 +260,7 @@ def test_a_refusal_holds_nothing_of_what_was_read() -> None:
             writer.write(PLAIN[:-1])
             assert parse(await asyncio.wait_for(reader.read(), 20))[0][0] == 503
             (connection,) = port.servers[0].server_state.connections  # it waits for us to hang up
-            assert connection._refusal is not None and connection._refusal.__traceback__ is None
+            assert connection.refusal is not None and connection.refusal.__traceback__ is None
             assert not connection.headers
             writer.close()
 

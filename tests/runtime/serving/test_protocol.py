@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 from serving import parse
 from starlette.responses import Response
 
+from isthmus_runtime.serving.answering import Answering
 from isthmus_runtime.serving.app import add_pages, make_app
 from isthmus_runtime.serving.call import Call, add_call_route, authorization
 from isthmus_runtime.serving.in_flight import InFlight
 from isthmus_runtime.serving.limits import Limits
-from isthmus_runtime.serving.protocol import Protocol
 from isthmus_runtime.serving.server import Server, run_app
 
 PATH = "/v1/completions"
@@ -302,8 +302,8 @@ def test_a_head_that_can_be_read_in_two_ways_is_refused(fields, swap):
 @pytest.mark.parametrize(("version", "close"), [("1.1", False), ("1.1", True), ("1.0", True)])
 @pytest.mark.parametrize("status", [200, 429])
 def test_an_answer_in_one_message_is_the_same_as_in_two(run, monkeypatch, version, close, status):
-    whole, write_whole = [], Protocol._write_whole
-    monkeypatch.setattr(Protocol, "_write_whole", lambda *args: whole.append(args[-1]) or write_whole(*args))
+    whole, write_whole = [], Answering._write_whole
+    monkeypatch.setattr(Answering, "_write_whole", lambda *args: whole.append(args[-1]) or write_whole(*args))
 
     async def answers(call):
         body = await call.read()
@@ -759,7 +759,7 @@ def test_what_a_client_sends_ahead_is_bounded(run):
             await began.wait()
             writer.write(post(b"") * 1000)
             (connection,) = s.connections
-            await until(lambda: connection._refusal is not None)
+            await until(lambda: connection.refusal is not None)
             go.set()
             answer = await asyncio.wait_for(reader.read(), 30)
             assert len(parse(answer)) < 100 and refused(answer, 400, "before the first was answered")
