@@ -203,7 +203,7 @@ class Protocol(HttpToolsProtocol):
     # ------------------------------------------------------------------------------------------------------ answering
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        if self.refusal is not None and cycle.more_body:
+        if self.refusal is not None and (cycle.more_body or cycle is self.turned_away):
             self._say_no(self.refusal)
             return
         self._running = cycle
@@ -411,6 +411,8 @@ class Protocol(HttpToolsProtocol):
         """Answer for what arrives, once that is due, and close."""
         self.refusal = error
         self._deaf = True
+        if self._phase is _Phase.BODY:
+            self.turned_away = self.cycle
         if self.headers:
             self.headers.clear()  # of a head of which nobody hears; they would stay as long as the connection lingers
         if isinstance(error, InvalidRequest):
