@@ -13,15 +13,14 @@ import argparse
 import json
 import random
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 STARTED = time.perf_counter()
 
+import in_ranks  # noqa: E402
 import torch  # noqa: E402 - what importing costs is part of a start
 from gpu_engine import Bench, open_model, pool_plan  # noqa: E402
 from gpu_table import MODELS, Row, prompts, say  # noqa: E402
@@ -125,28 +124,8 @@ def rank_main(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace, model: str, size: int) -> dict[str, Any]:
     """What the first of `size` ranks found."""
-    with tempfile.TemporaryDirectory() as folder:
-        argv = [sys.executable, __file__, "--model", model, "--device", args.device, "--rows", args.rows]
-        argv += ["--sums", args.sums, "--of", str(size), "--meeting", str(Path(folder) / "meeting"), "--rank"]
-        first = subprocess.Popen([*argv, "0"], stdout=subprocess.PIPE, text=True)
-        started = [first, *(subprocess.Popen([*argv, str(rank)]) for rank in range(1, size))]
-        try:
-            last, end = "", time.monotonic() + LIMIT_S
-            assert first.stdout is not None
-            for line in first.stdout:
-                last = line
-                if not line.startswith("{"):
-                    print(line, end="", flush=True)
-                if time.monotonic() > end:
-                    raise SystemExit(f"bench: {size} ranks took more than {LIMIT_S:.0f} s")
-            status = [process.wait(60) for process in started]
-        finally:
-            for process in started:
-                process.kill()
-                process.wait(30)
-        if any(status) or not last.startswith("{"):
-            raise SystemExit(f"bench: the processes of {size} ranks ended with {status}")
-        return dict(json.loads(last))
+    flags = ["--model", model, "--device", args.device, "--rows", args.rows, "--sums", args.sums]
+    return in_ranks.run(__file__, flags, size, LIMIT_S)
 
 
 def main() -> int:
@@ -159,9 +138,7 @@ def main() -> int:
     parser.add_argument("--sums", default="auto", choices=["auto", "nccl"], help="how ranks sum; auto: as an engine")
     parser.add_argument("--parity", action="store_true", help="compare tokens, float32, and measure nothing")
     parser.add_argument("--out", default="", help="JSON file for the results")
-    parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
-    parser.add_argument("--of", type=int, default=1, help=argparse.SUPPRESS)
-    parser.add_argument("--meeting", default="", help=argparse.SUPPRESS)
+    in_ranks.add_arguments(parser)
     args = parser.parse_args()
     if args.rank >= 0:
         rank_main(args)

@@ -11,14 +11,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import in_ranks
 import torch
 from torch import Tensor, distributed
 
@@ -175,36 +173,13 @@ def main() -> int:
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
     parser.add_argument("--rooms", default="131072", help="bytes that a thread block has for one other rank")
     parser.add_argument("--out", default="", help="JSON file for the results")
-    parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
-    parser.add_argument("--of", type=int, default=1, help=argparse.SUPPRESS)
-    parser.add_argument("--meeting", default="", help=argparse.SUPPRESS)
+    in_ranks.add_arguments(parser)
     args = parser.parse_args()
     if args.rank >= 0:
         rank_main(args)
         return 0
-    with tempfile.TemporaryDirectory() as folder:
-        argv = [sys.executable, __file__, "--width", str(args.width), "--rows", args.rows, "--rooms", args.rooms]
-        argv += ["--of", str(args.ranks), "--meeting", str(Path(folder) / "meeting"), "--rank"]
-        first = subprocess.Popen([*argv, "0"], stdout=subprocess.PIPE, text=True)
-        started: list[subprocess.Popen[Any]] = [first]
-        started += [subprocess.Popen([*argv, str(rank)]) for rank in range(1, args.ranks)]
-        last, end = "", time.monotonic() + LIMIT_S
-        try:
-            assert first.stdout is not None
-            for line in first.stdout:
-                last = line
-                if not line.startswith("{"):
-                    print(line, end="", flush=True)
-                if time.monotonic() > end:
-                    raise SystemExit(f"bench: the ranks took more than {LIMIT_S:.0f} s")
-            status = [process.wait(60) for process in started]
-        finally:
-            for process in started:
-                process.kill()
-                process.wait(30)
-    if any(status) or not last.startswith("{"):
-        raise SystemExit(f"bench: the processes ended with {status}")
-    table = json.loads(last)
+    flags = ["--width", str(args.width), "--rows", args.rows, "--rooms", args.rooms]
+    table = in_ranks.run(__file__, flags, args.ranks, LIMIT_S)
     counts = sorted({int(count) for times in table.values() for count in times})
     print(f"{args.width} columns, bf16; rows " + "".join(f"{count:>16}" for count in counts))
     print(f"{'MiB':24}" + "".join(f"{count * args.width * 2 / 2**20:>16.2f}" for count in counts))

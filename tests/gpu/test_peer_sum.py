@@ -255,6 +255,7 @@ def test_graphs_replayed_in_any_order_between_plain_calls() -> None:
             for x in xs:
                 x.normal_()
         expected = [reference.peer_sum(pair) for pair in zip(*held[which], strict=True)]
+        torch.cuda.synchronize()  # the graphs' streams do not wait for this one
         for stream, graph in zip(card.streams, graphs[which], strict=True):
             with torch.cuda.stream(stream):
                 graph.replay()

@@ -222,7 +222,18 @@ def test_logprobs(dtype: torch.dtype, rows: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 16, 17])
 @pytest.mark.parametrize(
-    ("outputs", "columns"), [(6144, 4096), (4096, 4096), (24_576, 4096), (4096, 12_288), (2048, 768), (50, 70)]
+    ("outputs", "columns"),
+    [
+        (6144, 4096),
+        (4096, 4096),
+        (24_576, 4096),
+        (4096, 12_288),
+        (2048, 5120),
+        (512, 12_800),
+        (259, 2560),
+        (2048, 768),
+        (50, 70),
+    ],
 )
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_linear(rows: int, outputs: int, columns: int, with_bias: bool) -> None:

@@ -132,6 +132,8 @@ def test_attention(
     seed: int,
     data: st.DataObject,
 ) -> None:
+    if group == 70:  # or the plainest instruction set takes seconds for one case
+        kv_heads, lengths = 1, [min(length, 200) for length in lengths]
     case = paged_case(
         lengths,
         [0] * len(lengths),

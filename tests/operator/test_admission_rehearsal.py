@@ -4,6 +4,7 @@ import copy
 import json
 import typing
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -74,6 +75,12 @@ def leaves(block: type[BaseModel], path: tuple[str, ...] = ("spec",)) -> Iterato
 EVERY = sorted(set(leaves(Spec)), key=str)
 
 
+@cache
+def read(example: str) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((EXAMPLES / f"{example}.yaml").read_text())
+    return found
+
+
 def put(manifest: dict[str, Any], place: tuple[str, ...], value: Any) -> dict[str, Any]:
     out = copy.deepcopy(manifest)
     holder = out
@@ -115,7 +122,7 @@ def carry_out(service: InferenceService) -> None:
 @pytest.mark.parametrize("place", sorted({where for where, _ in EVERY}), ids=".".join)
 @pytest.mark.parametrize("example", ["store", "unified"])
 def test_every_extreme_is_refused_or_carried_out(place: tuple[str, ...], example: str) -> None:
-    manifest = yaml.safe_load((EXAMPLES / f"{example}.yaml").read_text())
+    manifest = copy.deepcopy(read(example))
     if len(place) > 2 and place[1] == "roles" and place[2] not in manifest["spec"]["roles"]:
         return
     if "scaling" in place and {"min", "max", "target"} & set(place):

@@ -347,13 +347,18 @@ def test_a_body_that_does_not_come_is_not_waited_for(pair: Path, monkeypatch: py
     run(main)
 
 
+def large_review() -> tuple[bytes, bytes]:
+    """One that has to wait for its turn, and the head of a request with it."""
+    body = review(object={"metadata": {"name": "large"}, "spec": {"x": "y" * webhook.SMALL}})
+    return body, f"POST /validate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+
+
 def test_of_large_reviews_few_are_read_at_once_and_small_ones_pass_them(
     pair: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(webhook, "BODY_S", 30.0)
     monkeypatch.setattr(webhook, "LARGE_S", 30.0)
-    large = review(object={"metadata": {"name": "large"}, "spec": {"x": "y" * webhook.SMALL}})
-    head = f"POST /validate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(large)}\r\n\r\n".encode()
+    large, head = large_review()
 
     async def main() -> None:
         async with hall(pair) as there:
@@ -380,8 +385,7 @@ def test_addresses_that_send_large_reviews_slowly_do_not_keep_others_out(
     """Two of them had all turns for as long as they liked."""
     monkeypatch.setattr(webhook, "BODY_S", 30.0)
     monkeypatch.setattr(webhook, "LARGE_S", 0.2)
-    large = review(object={"metadata": {"name": "large"}, "spec": {"x": "y" * webhook.SMALL}})
-    head = f"POST /validate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(large)}\r\n\r\n".encode()
+    large, head = large_review()
 
     async def main() -> None:
         async with hall(pair) as there:

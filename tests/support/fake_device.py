@@ -7,6 +7,7 @@ has run, so that a value which a step did not write itself is seen.
 
 from __future__ import annotations
 
+import mmap
 import threading
 import weakref
 from collections import deque
@@ -76,7 +77,8 @@ class FakeDevice:
         return torch.zeros(shape, dtype=dtype)
 
     def pool(self, nbytes: int) -> Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8)
+        # Committed on first write, as on the CPU: tests of how much a card has make pools of a gigabyte.
+        return torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
 
     def staging(self, *shape: int, dtype: torch.dtype) -> Tensor:
         self.allocations += 1

@@ -10,6 +10,7 @@ Both skip, saying so, where the programs are not built; with ISTHMUS_REQUIRE_CLU
 import shutil
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from testcluster import cli, image_build, settings
@@ -26,17 +27,24 @@ class ClusterTestsSkippedWarning(UserWarning):
     """Tests against Kubernetes did not run."""
 
 
-@pytest.fixture(scope="session")
-def control_plane() -> Iterator[Cluster]:
-    """A control plane without nodes; `add_simulated_node` adds some."""
+@contextmanager
+def light(name: str) -> Iterator[Cluster]:
+    """A control plane without nodes, in a folder of that name."""
     ours = settings.load()
     need(ours, FAST)
     cli.sweep(ours)
-    running = clusters.start_control_plane(ours, cli.session_folder(ours, "light"), follow=True)
+    running = clusters.start_control_plane(ours, cli.session_folder(ours, name), follow=True)
     try:
         yield running
     finally:
         running.close()
+
+
+@pytest.fixture(scope="session")
+def control_plane() -> Iterator[Cluster]:
+    """A control plane without nodes; `add_simulated_node` adds some."""
+    with light("light") as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ import pytest
 import uvicorn.server
 from fastapi import FastAPI
 
-from isthmus_runtime.serving.protocol import Protocol
+from isthmus_runtime.serving import half_closed
 from isthmus_runtime.serving.server import run_app
 
 # Hundreds of tests make an application of the same routes. FastAPI would make what it checks each answer with anew, 200
@@ -78,12 +78,12 @@ def parse(answer: bytes) -> list[tuple[int, dict[str, str], bytes]]:
 @contextmanager
 def looking() -> Iterator[asyncio.Event]:
     """Set once a server on this loop has looked whether a client that sends no more has left."""
-    looked, look = asyncio.Event(), Protocol._look
+    looked, look = asyncio.Event(), half_closed._look
 
-    def noted(self: Protocol, waited: float) -> None:
-        look(self, waited)
+    def noted(transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, waited: float) -> None:
+        look(transport, loop, waited)
         looked.set()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Protocol, "_look", noted)
+        patch.setattr(half_closed, "_look", noted)
         yield looked

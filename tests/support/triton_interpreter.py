@@ -5,6 +5,7 @@ multiplies matrices of bf16 as if their bits were integers, takes arrays of one 
 from 2.4 on refuses, and warns of divisions whose results a mask throws away.
 """
 
+import inspect
 import os
 from functools import cache
 from typing import Any
@@ -58,6 +59,15 @@ def enable() -> bool:
         wide = [cast_impl(self, x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)]
         return dot(self, *wide, *rest)
 
+    @cache
+    def built_in(package: Any) -> tuple[str, ...]:
+        return tuple(name for name, member in inspect.getmembers(package) if tl.core.is_builtin(member))
+
+    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+        for name in built_in(package):
+            if tl.core.is_builtin(member := getattr(package, name)):
+                interpreter._patch_attr(package, name, member, builder, scope)
+
     def patched(tensor: Any, scope: Any) -> None:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
@@ -73,4 +83,6 @@ def enable() -> bool:
     interpreter.GridExecutor._restore_args_dev = lambda *arguments: None
     builder.cast_impl, builder.create_dot, builder.create_fp_to_fp = cast_impl, create_dot, create_fp_to_fp
     interpreter._patch_lang_tensor = patched
+    # Looks at all that a module has for each launch of a kernel.
+    interpreter._patch_builtin = patch_builtin
     return True

@@ -21,7 +21,8 @@ from tokens import Issuer, write
 
 from isthmus_runtime.credentials import Credentials
 from isthmus_runtime.engine.kv_events import KvEventFeed
-from isthmus_runtime.engine.server import BODIES, EngineMeters, EngineServer
+from isthmus_runtime.engine.meters import EngineMeters
+from isthmus_runtime.engine.server import BODIES, EngineServer
 from isthmus_runtime.protocol.calls import AdapterCall, CommitCall, GenerateCall, PrefillCall
 from isthmus_runtime.protocol.info import EngineInfo, KvInfo, TransferInfo
 from isthmus_runtime.protocol.request import WireRequest

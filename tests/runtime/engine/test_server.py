@@ -23,7 +23,8 @@ from serving import served as serving
 
 from isthmus_runtime.engine.backend import EngineBackend
 from isthmus_runtime.engine.long_lived import LongLived
-from isthmus_runtime.engine.server import BODIES, EngineMeters, EngineServer
+from isthmus_runtime.engine.meters import EngineMeters
+from isthmus_runtime.engine.server import BODIES, EngineServer
 from isthmus_runtime.executor.fake import FakeExecutor, expected_tokens
 from isthmus_runtime.protocol.calls import AbortCall, GenerateCall, PrefillAnswer, PrefillCall, TicketCall
 from isthmus_runtime.protocol.info import EngineInfo, KvInfo, TransferInfo

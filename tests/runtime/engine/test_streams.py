@@ -51,6 +51,20 @@ def test_who_has_most_unread_gives_way_and_nobody_else() -> None:
     run(main)
 
 
+def test_the_client_with_most_unread_gives_way_and_not_who_has_the_largest_answer() -> None:
+    async def main() -> None:
+        streams, told = Streams(asyncio.get_running_loop(), most=100), list[str]()
+        for sid, whose in (("mine", "a"), *((f"b{i}", "b") for i in range(6))):
+            streams.open(sid, lambda sid=sid: told.append(sid), whose)  # type: ignore[misc]
+        streams.deliver([("mine", SCORED)] * 4)
+        streams.deliver([(f"b{i}", SCORED) for i in range(6)] * 2)
+        await asyncio.sleep(0)
+        assert told and set(told) < {f"b{i}" for i in range(6)}
+        assert sum(inbox.unread for sid, inbox in streams._inboxes.items() if sid not in told) <= 100
+
+    run(main)
+
+
 def test_a_loop_that_was_held_up_ends_nobody_who_reads() -> None:
     """All that came meanwhile is delivered in one turn of it."""
 

@@ -276,7 +276,8 @@ def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
     """Reference: the whole sequence again for every token, no cache."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+        with torch.no_grad():
+            tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
     return tokens[len(prompt) :]
 
 

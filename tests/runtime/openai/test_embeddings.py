@@ -47,6 +47,22 @@ def embed(request):
     return [TokenChunk(finish_reason=FinishReason.STOP, vector=vector, cached_tokens=2)]
 
 
+class Counted:
+    """Embeds, and counts the requests that run at once."""
+
+    def __init__(self):
+        self.now = self.most = 0
+
+    def script(self, request):
+        self.now += 1
+        self.most = max(self.most, self.now)
+        gate = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.001, gate.set)
+        yield gate
+        self.now -= 1
+        yield from embed(request)
+
+
 async def post(api, path, body, key="any"):
     headers = {"Authorization": f"Bearer {key}"}
     async with aiohttp.ClientSession(headers=headers) as session, session.post(api.url + path, json=body) as answer:
@@ -226,23 +242,12 @@ def test_a_model_that_does_not_generate_refuses_by_name(serve, run, task, routes
 
 def test_inputs_run_side_by_side_but_not_all_at_once(serve, run):
     async def main():
-        most = now = 0
-
-        def script(request):
-            nonlocal most, now
-            now += 1
-            most = max(most, now)
-            gate = asyncio.Event()
-            asyncio.get_running_loop().call_later(0.001, gate.set)
-            yield gate
-            now -= 1
-            yield from embed(request)
-
-        async with serve(script) as api, client(api) as c:
+        counted = Counted()
+        async with serve(counted.script) as api, client(api) as c:
             api.backend.task = EMBEDS
             got = await c.embeddings.create(model="tiny", input=[[i % 90 + 1] * (i % 7 + 1) for i in range(300)])
             assert [e.embedding[0] for e in got.data] == [i % 7 + 1 for i in range(300)]
-            assert 1 < most <= WIDTH
+            assert 1 < counted.most <= WIDTH
             assert len(api.backend.requests) == 300
 
     run(main())
@@ -475,24 +480,13 @@ def test_tenants(serve, run, tmp_path, tokenizer):
         path = tmp_path / "tenants.json"
         key = "key-of-team-a-0001"
         path.write_text(json.dumps({"tenants": [{"name": "team-a", "keys": [key], "concurrency": 2, "priority": 5}]}))
-        most = now = 0
-
-        def script(request):
-            nonlocal most, now
-            now += 1
-            most = max(most, now)
-            gate = asyncio.Event()
-            asyncio.get_running_loop().call_later(0.001, gate.set)
-            yield gate
-            now -= 1
-            yield from embed(request)
-
-        async with serve(script, tenants=TenantsFile(str(path), 0.0)) as api:
+        counted = Counted()
+        async with serve(counted.script, tenants=TenantsFile(str(path), 0.0)) as api:
             api.backend.task = EMBEDS
             status, _ = await post(api, "/v1/embeddings", {"input": ["a"] * 9}, "nobody")
             assert status == 401
             status, _ = await post(api, "/v1/embeddings", {"input": ["a"] * 9, "cache_salt": "s"}, key)
-            assert status == 200 and most == 2
+            assert status == 200 and counted.most == 2
             assert {r.priority for r in api.backend.requests} == {5}
             assert all(len(r.cache_salt) == 64 for r in api.backend.requests)
             assert (

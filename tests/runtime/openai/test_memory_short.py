@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from contextlib import suppress
+from functools import partial
+from time import monotonic
 
 import aiohttp
 import pytest
 
-from isthmus_runtime.serving.memory import MemoryGuard
+from isthmus_runtime.openai.keys import Keys
+from isthmus_runtime.openai.lifecycle import Lifecycle
+from isthmus_runtime.serving.call import Call
+from isthmus_runtime.serving.in_flight import InFlight
+from isthmus_runtime.serving.memory import LOOK_AFTER, MemoryGuard
 from isthmus_runtime.serving.port import PortState
 from isthmus_runtime.serving.pressure import Use
+from isthmus_runtime.tracing.span import NO_TRACER
 
 GIB = 1 << 30
 
@@ -99,3 +108,87 @@ def test_a_request_that_has_to_end_is_told_so_once(run, serve, stream) -> None:
             await until(lambda: guard.told == "calm")  # whatever is used is nobody's request
 
     run(main())
+
+
+def _lifecycle(memory: MemoryGuard) -> Lifecycle:
+    return Lifecycle(
+        Keys("", None, monotonic),
+        None,
+        timeout_s=20.0,
+        in_flight=InFlight(),
+        metrics=None,
+        tenant_metrics=None,
+        tracer=NO_TRACER,
+        memory=memory,
+        clock=monotonic,
+    )
+
+
+def _call(host: str) -> Call:
+    async def nothing(*_: object) -> None:
+        raise AssertionError
+
+    return Call({"type": "http", "client": (host, 1)}, nothing, nothing)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_large_bodies_are_planned_one_at_a_time_where_there_is_no_room_for_several(run, leaves) -> None:
+    """Each takes up to 17 times its size on its way, and what was free when it began is then taken by others."""
+
+    async def main() -> None:
+        guard = MemoryGuard(Meter())
+        guard.start()
+        lifecycle = _lifecycle(guard)
+        begun, may_end = [], {"a": threading.Event(), "b": threading.Event(), "c": threading.Event()}
+
+        def plan(body: bytes) -> str:
+            name = body[:1].decode()
+            begun.append(name)
+            assert may_end[name].wait(20)
+            return name
+
+        def planned(name: str, size: int, host: str) -> asyncio.Task[str]:
+            return asyncio.create_task(lifecycle.planned(_call(host), None, plan, name.encode() * size))
+
+        guard._use.used = GIB // 2
+        guard.look()
+        large = LOOK_AFTER + 1
+        first = planned("a", large, "127.0.0.1")
+        await until(lambda: begun == ["a"])
+        second = planned("b", large, "127.0.0.2")
+        await asyncio.sleep(0)
+        may_end["c"].set()
+        assert await planned("c", large - 1, "127.0.0.3") == "c", "what is small goes on"
+        if leaves:
+            first.cancel()
+            with suppress(asyncio.CancelledError):
+                await first
+            may_end["c"].set()
+            assert await planned("c", large - 1, "127.0.0.3") == "c"
+        assert "b" not in begun, "the first one's memory is not there again before its thread has ended"
+        may_end["a"].set()
+        await until(lambda: "b" in begun)
+        may_end["b"].set()
+        assert await second == "b"
+        guard.close()
+
+    run(main())
+
+
+def test_large_bodies_are_planned_side_by_side_where_there_is_room(run) -> None:
+    async def main() -> None:
+        lifecycle = _lifecycle(MemoryGuard())
+        meet = threading.Barrier(2)
+        plan = partial(_met, meet)
+        both = [
+            asyncio.create_task(lifecycle.planned(_call(host), None, plan, b"x" * (LOOK_AFTER + 1)))
+            for host in ("127.0.0.1", "127.0.0.2")
+        ]
+        assert await asyncio.gather(*both) == ["met", "met"]
+
+    run(main())
+
+
+def _met(meet: threading.Barrier, body: bytes) -> str:
+    meet.wait(20)
+    return "met"

@@ -374,10 +374,16 @@ def test_what_a_request_keeps_of_its_body_has_a_budget(serve, run, monkeypatch):
 
     async def main():
         async with serve(lambda request: [65, 2]) as api, aiohttp.ClientSession() as http:
-            body = {"model": "tiny", "input": "a", "metadata": {"k": "v" * 500}}
-            for left, status in ((500, 429), (4000, 200)):
+            told = "responses", {"model": "tiny", "input": "a", "metadata": {"k": "v" * 500}}
+            stops = "completions", {"model": "tiny", "prompt": "a", "stop": ["s" * 2000, "t" * 2000]}
+            for (path, body), left, status in (
+                (told, 500, 429),
+                (told, 4000, 200),
+                (stops, 1 << 20, 429),
+                (stops, 1 << 21, 200),
+            ):
                 with budget.holding(score_budget.MAX_KEPT_HELD - left):
-                    async with http.post(f"{api.url}/v1/responses", json=body) as answer:
+                    async with http.post(f"{api.url}/v1/{path}", json=body) as answer:
                         text = await answer.text()
                 assert answer.status == status and (status == 200 or "bytes of texts, structures" in text), text
             assert budget.held == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -346,5 +346,38 @@ def test_scores_of_all_requests_have_one_budget(run, stack, monkeypatch):
                     **asked | {"max_tokens": 100}, extra_body={"prompt_logprobs": 1, "priority": 1 << 40}
                 )
             assert budget.held == 0
+
+    run(main())
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("stream", [True, False])
+def test_scores_that_a_stream_has_told_leave_their_room_to_others(run, stack, monkeypatch, n, stream):
+    """It told them with its first words, and kept their room, and the scores, for as long as it went on."""
+    held = []
+
+    class Noted(ScoreBudget):
+        @contextmanager
+        def _holding(self, count, who):
+            with super()._holding(count, who) as told:
+
+                def noted():
+                    told()
+                    held.append((count, self.held))
+
+                yield noted
+                held.append("ends")
+
+    budget = Noted()
+    monkeypatch.setattr(openai_app, "ScoreBudget", lambda: budget)
+
+    async def main():
+        async with stack() as api:
+            asked = dict(model="tiny", prompt=[5] * 40, max_tokens=20, n=n, echo=True, logprobs=1)
+            answer = await api.client.completions.create(**asked, stream=stream)
+            if stream:
+                assert [chunk async for chunk in answer]
+            assert budget.held == 0
+            assert held == ([(40 * 2 * n, 0)] if stream else []) + ["ends"]
 
     run(main())

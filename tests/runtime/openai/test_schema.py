@@ -367,8 +367,8 @@ def test_logit_options_that_cannot_be(given, structured, words):
     ("given", "words"),
     [
         # Work and memory for each choice, on the event loop.
-        ({"stop": "a" * 1025, "n": 128}, "stop: string should have at most 1024 characters"),
-        ({"stop": ["a" * 600, "b" * 600]}, "stop: 1200 characters, at most 1024 are allowed in all strings together"),
+        ({"stop": "a" * 4097, "n": 128}, "stop: string should have at most 4096 characters"),
+        ({"stop": ["a" * 2400, "b" * 2400]}, "stop: 4800 characters, at most 4096 are allowed in all strings together"),
         # A megabyte of mistakes is not to become a gigabyte of what is wrong with each.
         ({"structured_outputs": {"choice": [1] * 200_000}}, "at most 4096 items"),
         ({"structured_outputs": {f"u{i}": 1 for i in range(100_000)}}, "more than 1024 fields"),

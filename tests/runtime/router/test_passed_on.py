@@ -21,8 +21,9 @@ from serving import served
 from small_bpe import byte_level_bpe
 
 from isthmus_runtime.config import ModelConfig, RouterConfig, ServerConfig
+from isthmus_runtime.engine.meters import EngineMeters
 from isthmus_runtime.engine.server import BODIES as ENGINE_BODIES
-from isthmus_runtime.engine.server import EngineMeters, EngineServer
+from isthmus_runtime.engine.server import EngineServer
 from isthmus_runtime.errors import EngineFailed, InvalidRequest
 from isthmus_runtime.executor.fake import VOCAB_SIZE, FakeExecutor
 from isthmus_runtime.metrics import RequestMetrics, render

@@ -165,6 +165,22 @@ def test_choices_of_one_prompt_follow_the_first(rig, run, kit):
     run(main())
 
 
+def test_the_first_of_several_choices_does_not_begin_before_its_reservation(rig, run, kit):
+    """The others begin with its first token, and are to find the prompt's KV at decode: prefill's word is earlier."""
+
+    async def main():
+        prefill, decode = pair_that_begins_early(kit)
+        async with rig(prefill, decode) as r:
+            check_ended_once(await kit.collect(r.backend))
+            check_ended_once(await kit.collect(r.backend, replace(kit.request(request_id="a"), prompt_group="g")))
+            assert [(call.request.request_id, call.ticket is None) for call in prefill.prefills] == [
+                ("r1", True),
+                ("a", False),
+            ]
+
+    run(main())
+
+
 @pytest.mark.parametrize("length", [1, 5000])
 def test_log_probabilities_of_a_prompt_come_from_whoever_computed_it(rig, run, kit, length):
     scores = tuple(TokenLogprobs(i, float("-inf"), ((9, -0.5), (i, float("-inf"))), 77) for i in range(length))

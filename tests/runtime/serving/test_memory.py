@@ -227,6 +227,29 @@ def test_a_small_request_behind_one_that_keeps_much_is_no_large_body() -> None:
     run(main())
 
 
+def test_a_request_that_waits_and_is_refused_is_not_run_with_what_is_left_of_its_body(monkeypatch) -> None:
+    """Its end came with the bytes that it was refused for."""
+    monkeypatch.setattr("isthmus_runtime.serving.protocol.LARGE_BODY", 100)  # what one read surely has
+
+    async def main() -> None:
+        async with served() as port:
+            kept = json.dumps({"who": "a", "kept": 1}).encode()
+            reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+            writer.write(post(kept))
+            await until(lambda: port.waiting == 1)
+            port.look(0.85)
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+            writer.write(head + b"%x\r\n%b\r\n" % (101, b"x" * 101) + b"2\r\nyy\r\n0\r\n\r\n")
+            await until(lambda: port.refused)
+            port.go.set()
+            first, second = parse(await asyncio.wait_for(reader.read(), 20))
+            assert (first[0], second[0], json.loads(second[2])["error"]["code"]) == (200, 503, "memory_short")
+            writer.close()
+            await until(lambda: not port.bodies.used)
+
+    run(main())
+
+
 def test_a_refusal_holds_nothing_of_what_was_read() -> None:
     """As the traceback of an error does: thousands that were refused had kept their bodies until the collector came."""
 
@@ -237,7 +260,7 @@ def test_a_refusal_holds_nothing_of_what_was_read() -> None:
             writer.write(PLAIN[:-1])
             assert parse(await asyncio.wait_for(reader.read(), 20))[0][0] == 503
             (connection,) = port.servers[0].server_state.connections  # it waits for us to hang up
-            assert connection._refusal is not None and connection._refusal.__traceback__ is None
+            assert connection.refusal is not None and connection.refusal.__traceback__ is None
             assert not connection.headers
             writer.close()
 

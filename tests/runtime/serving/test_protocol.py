@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 from serving import parse
 from starlette.responses import Response
 
+from isthmus_runtime.serving.answering import Answering
 from isthmus_runtime.serving.app import add_pages, make_app
 from isthmus_runtime.serving.call import Call, add_call_route, authorization
 from isthmus_runtime.serving.in_flight import InFlight
 from isthmus_runtime.serving.limits import Limits
-from isthmus_runtime.serving.protocol import Protocol
 from isthmus_runtime.serving.server import Server, run_app
 
 PATH = "/v1/completions"
@@ -241,6 +241,8 @@ FORMS = {
     "large trailer": (chunked(end=False) + b"0\r\n" + b"X: y\r\n" * 250_000 + b"\r\n", 431),
     "no http": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 hello\r\n\r\n", 400),
     "http/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
+    "a target that cannot be read": (post(b"{}", path="http://a:99999999/v1/models"), 400),
+    "connect": (b"CONNECT a:443 HTTP/1.1\r\nHost: x\r\n\r\n", 400),
     "two hosts": (post(b"{}", "Host: y", close=True), 400),
     "no host": (post(b"{}", close=True).replace(b"Host: x\r\n", b""), 400),
     "upgrade with a body": (post(b"{}", "Connection: upgrade, close", "Upgrade: h2c"), 400),
@@ -300,8 +302,8 @@ def test_a_head_that_can_be_read_in_two_ways_is_refused(fields, swap):
 @pytest.mark.parametrize(("version", "close"), [("1.1", False), ("1.1", True), ("1.0", True)])
 @pytest.mark.parametrize("status", [200, 429])
 def test_an_answer_in_one_message_is_the_same_as_in_two(run, monkeypatch, version, close, status):
-    whole, write_whole = [], Protocol._write_whole
-    monkeypatch.setattr(Protocol, "_write_whole", lambda *args: whole.append(args[-1]) or write_whole(*args))
+    whole, write_whole = [], Answering._write_whole
+    monkeypatch.setattr(Answering, "_write_whole", lambda *args: whole.append(args[-1]) or write_whole(*args))
 
     async def answers(call):
         body = await call.read()
@@ -757,7 +759,7 @@ def test_what_a_client_sends_ahead_is_bounded(run):
             await began.wait()
             writer.write(post(b"") * 1000)
             (connection,) = s.connections
-            await until(lambda: connection._refusal is not None)
+            await until(lambda: connection.refusal is not None)
             go.set()
             answer = await asyncio.wait_for(reader.read(), 30)
             assert len(parse(answer)) < 100 and refused(answer, 400, "before the first was answered")

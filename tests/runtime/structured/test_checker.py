@@ -114,7 +114,8 @@ def test_what_would_take_much_memory_for_its_length_is_refused(model: Path, stru
     """Engines keep what they have compiled: 41 characters took 90 MB of each."""
 
     async def work(checker: Checker) -> None:
-        for grammar in ({"type": "integer", "multipleOf": 1000}, {"type": "number", "multipleOf": 0.01}):
+        multiples = [{"type": "integer", "multipleOf": count} for count in (1000, 3600, 86400)]
+        for grammar in (*multiples, {"type": "number", "multipleOf": 0.01}):
             await checker.check(Structure("json_schema", json.dumps(grammar)), "x")
         with pytest.raises(InvalidRequest, match=r"^x: takes \d+ KiB, and one of its length may take \d+; simplify"):
             await checker.check(structure, "x")

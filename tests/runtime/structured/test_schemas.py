@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from isthmus_runtime.request import Structure
 from isthmus_runtime.structured.grammars import Grammars
-from isthmus_runtime.structured.schemas import closed
+from isthmus_runtime.structured.schemas import closed, halved
 
 A = {"type": "object", "properties": {"a": {"type": "integer"}}}
 SHUT = {**A, "additionalProperties": False}
@@ -37,6 +37,43 @@ SHUT = {**A, "additionalProperties": False}
 )
 def test_what_is_closed(schema: dict[str, Any], expected: dict[str, Any]) -> None:
     assert closed(schema) == expected
+
+
+MULTIPLE = {"type": "integer", "multipleOf": 86400}
+HALVED = {"anyOf": [{**MULTIPLE, "minimum": 0}, {**MULTIPLE, "maximum": -1}]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        (MULTIPLE, HALVED),
+        ({"properties": {"a": MULTIPLE}}, {"properties": {"a": HALVED}}),
+        ({"$defs": {"a": MULTIPLE}, "items": [MULTIPLE]}, {"$defs": {"a": HALVED}, "items": [HALVED]}),
+        *(
+            (one, one)
+            for one in ({**MULTIPLE, "minimum": 0}, {"oneOf": [MULTIPLE]}, {"const": MULTIPLE}, {"type": "integer"})
+        ),
+        ({**MULTIPLE, "type": ["integer", "null"]}, {**MULTIPLE, "type": ["integer", "null"]}),
+    ],
+)
+def test_what_is_halved(schema: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert halved(schema) == expected
+
+
+@pytest.mark.parametrize("value", [86400, -172800, 0, 7 * 86400, 86401, -1])
+def test_multiples_of_the_seconds_of_a_day_are_taken(model: Path, value: int) -> None:
+    """Of both signs."""
+    grammars = Grammars.load(model, eos_token_ids=(2, 0), vocab_size=410)
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    schema = Structure("json_schema", json.dumps({"type": "object", "properties": {"s": MULTIPLE}, "required": ["s"]}))
+    guide, ids = grammars.guide(schema), tokenizer.encode(json.dumps({"s": value}), add_special_tokens=False).ids
+    fits = True
+    for at, token in enumerate(ids):
+        mask = guide.allowed(ids[:at])
+        if not mask[token >> 3] >> (token & 7) & 1:
+            fits = False
+            break
+    assert fits is (value % 86400 == 0)
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,7 @@
 #pragma once
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define ISTHMUS_FN __host__ __device__ __forceinline__ constexpr
-#else
-#define ISTHMUS_FN inline constexpr
-#endif
+#include "function.h"
 
 namespace isthmus::hopper {
 

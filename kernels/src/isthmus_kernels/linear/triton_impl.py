@@ -121,14 +121,26 @@ def _few_rows(
             tl.store(arrived + group, 0)
 
 
+def one_row_form(columns: int) -> tuple[int, int, int]:
+    """Outputs of a program, columns of a piece and warps, for the product of one row. Measured on an H200
+    (runtime/bench/LOG.md). Of the columns alone: joined products have the bits of single ones."""
+    even = columns & -columns
+    if columns <= 4096:
+        # As much of the weight as registers hold is asked for at once, in whole pieces or nearly so.
+        piece = min(4096, even if even >= _LEAST_PIECE else power_of_two(columns, 16))
+        if columns <= 2048 or 8 * columns >= 7 * piece:
+            return 1, piece, 8 if piece == 4096 else 4
+        return 2, _LEAST_PIECE, 4
+    # Pieces of a long row queue up behind each other: less of it, of two outputs.
+    if even >= 2048 and columns < 16384:
+        return 2, 512, 2
+    return 2, _LEAST_PIECE, 2 if columns <= 8192 else 4
+
+
 def multiply_one(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """Write ``x @ weight.T + bias`` of one row by scalar products: every thread streams its share of the weight."""
     outputs, columns = weight.shape
-    # As much of the weight as registers hold is asked for at once, if it can be in whole pieces: of one output, or of
-    # four where a row is so long that its pieces would queue up behind each other.
-    even = columns & -columns
-    group = 4 if columns > 4096 and even >= 2048 else 1
-    piece = 1024 if group > 1 else min(4096, even if even >= _LEAST_PIECE else power_of_two(columns, 16))
+    group, piece, warps = one_row_form(columns)
     _one_row[(triton.cdiv(outputs, group),)](
         out,
         x,
@@ -142,7 +154,7 @@ def multiply_one(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
         PIECES=triton.cdiv(columns, piece),
         EVEN=columns % piece == 0,
         BIAS=bias is not None,
-        num_warps=8 if piece == 4096 else 4,
+        num_warps=warps,
     )
 
 

@@ -21,8 +21,9 @@ from ..credentials import peer_credentials
 from ..engine.backend import EngineBackend
 from ..engine.kv_events import KvEventFeed
 from ..engine.loop import STOP_S
+from ..engine.meters import EngineMeters
 from ..engine.seam import AdapterList, Engine, EngineFacts
-from ..engine.server import BODIES, EngineMeters, EngineServer
+from ..engine.server import BODIES, EngineServer
 from ..engine.streams import Streams
 from ..engine.traces import StartTimes
 from ..errors import ConfigError, EngineFailed, IsthmusError

@@ -77,8 +77,10 @@ class EngineBackend(Backend):
         local_attempt: str = "",
         peer_url: str = "",
         peer_epoch: str = "",
+        client: str = "",
     ) -> AsyncGenerator[TokenChunk | Ticket, None]:
-        """Like `generate`; with an attempt, the Ticket for the prefill peer comes first.
+        """Like `generate`; with an attempt, the Ticket for the prefill peer comes first. `client`: as
+        `GenerateRequest.client`.
 
         Raises the RequestError that ends the request when nothing was yielded before it.
         """
@@ -86,7 +88,9 @@ class EngineBackend(Backend):
         name = attempt or local_attempt
         sid = name or request.request_id
         inbox = self._claim(
-            sid, lambda: self.engine.abort(request.request_id, name, "the client reads too slowly", answer=False)
+            sid,
+            lambda: self.engine.abort(request.request_id, name, "the client reads too slowly", answer=False),
+            client or request.whose,
         )
         trace = self._trace(sid, request)
         ended = first = False
@@ -213,10 +217,10 @@ class EngineBackend(Backend):
                     param=name,
                 )
 
-    def _claim(self, sid: str, dropped: Callable[[], None] = lambda: None) -> Inbox:
+    def _claim(self, sid: str, dropped: Callable[[], None] = lambda: None, whose: str = "") -> Inbox:
         if self._streams.busy(sid):
             raise InvalidRequest(f"request id {sid!r} is already in progress; use a new one", param="request_id")
-        return self._streams.open(sid, dropped)
+        return self._streams.open(sid, dropped, whose)
 
 
 @lru_cache(8)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 
 from ..config import SchedulerConfig
 from ..errors import Cancelled, DeadlineExceeded, EngineFailed, InvalidRequest, Overloaded, RequestError
-from ..interfaces.steps import Chunk, Masks, StepOutput, StepPlan
+from ..interfaces.steps import Masks, StepOutput, StepPlan
 from ..kv.plan import KvPlan
 from ..kv.pool import BlockPool
 from ..protocol.request import may_begin_early
@@ -32,17 +32,17 @@ from .adapters import AdapterSlots
 from .admission import Admission
 from .blocks import SequenceBlocks
 from .completion import TICKET_S, Completion
+from .continuation import Continuation
 from .draft_model import DraftModel
-from .drafts import FIRST_FORCED, HOLD_SHARE, Speculation
+from .drafts import FIRST_FORCED, Speculation
 from .handoffs import Handoffs
 from .in_flight import StepDraft, StepsInFlight
 from .intake import Intake
 from .pace import Pace
-from .preemption import Preemption, Room
+from .preemption import Preemption
 from .queues import Queues
 from .sequence import Effect, Kind, Phase, SchedulerStats, Sequence
 
-_new = tuple.__new__
 WORD_S = 1.0
 """Decode that has noticed by itself that KV does not come waits so long for the router's word: prefill's end, of which
 the router hears as well, is milliseconds away unless prefill hangs."""
@@ -82,14 +82,14 @@ class Scheduler:
         self._preemption = Preemption(self.queues, self.blocks, self.handoffs, self.steps)
         self._admission = Admission(self.queues, self.blocks, self.handoffs, self._preemption, self.pace)
         self._speculation = Speculation(config.speculative_tokens, self.pace.times, draft_model)
+        self._continuation = Continuation(
+            self.queues, self.blocks, self.steps, self._admission, self._preemption, self._speculation, late_masks
+        )
         self._timers: list[tuple[float, str]] = []
         self._completion = Completion(
             self.queues, self.blocks, self.handoffs, self.steps, self._speculation, self._look_again
         )
         self._recompute = recompute
-        self._late_masks = late_masks
-        self._may_hold = config.speculative_tokens > 0
-        """Whether there may have been a request that waits for its newest token."""
         self._recomputes = self._unknown = 0
 
     # ------------------------------------------------------------------------------------------------------ intake
@@ -122,7 +122,7 @@ class Scheduler:
                 seq.forced_share = FIRST_FORCED
             elif self._speculation.most and request.pooling is None:
                 seq.drafter = self._speculation.drafter(seq.sid)
-            self._may_hold = self._may_hold or masks is not None
+            self._continuation.may_hold |= masks is not None
         sid, waiting = seq.sid, len(self.queues.waiting)
         if sid in self.queues.live or self.handoffs.known(attempt):
             # An ended attempt may still hold blocks: a repeated call must not take its holds over.
@@ -222,7 +222,7 @@ class Scheduler:
         draft = StepDraft(self.config.max_batched_tokens)
         preempted = self._preemption.count
         self.adapters.begin()
-        self._continue_running(draft)
+        self._continuation.plan(draft)
         if self._preemption.count == preempted and not draft.stuck:
             self._admission.admit(draft)
         for seq in draft.stuck:
@@ -236,75 +236,6 @@ class Scheduler:
             draft.effects += self._completion.end(seq, FinishReason.ERROR, error)
         left = self._preemption.count > preempted or draft.stuck
         return draft.without_left() if left else draft
-
-    def _continue_running(self, draft: StepDraft) -> None:
-        """Plan what running requests can compute, oldest first; here, if it is one token and needs no block."""
-        running, work = Phase.RUNNING, draft.work
-        self._speculation.begin(len(self.queues.running))
-        for seq in tuple(self.queues.running):
-            start = seq.scheduled
-            known = len(seq.tokens) + seq.unseen
-            if known >= seq.end_len or seq.phase is not running:
-                continue
-            special = seq.masks is not None or seq.holds or seq.promised or seq.pools
-            if start + 1 == known <= seq.room and draft.budget and not special:
-                # What `StepDraft.add` does, without the call: most rows of most steps.
-                seq.scheduled = known
-                work.append((seq, seq.run, _new(Chunk, (seq.row, start, 1, 1, ()))))
-                draft.budget -= 1
-            else:
-                self._continue_one(seq, known - start, draft)
-
-    def _continue_one(self, seq: Sequence, count: int, draft: StepDraft) -> None:
-        """Plan what a running request can compute of its next `count` tokens."""
-        guesses = seq.holds and count == 1
-        if guesses and seq.unseen:
-            return
-        if seq.masks is not None and not self._may_draw(seq, draft):
-            return
-        if guesses:
-            self._continue_guessing(seq, draft)
-            return
-        count = self._admission.chunk(seq.scheduled, count, draft)
-        if count <= 0:
-            return
-        upto = seq.scheduled + count
-        if (upto <= seq.room and not seq.promised) or self._give_room(seq, upto, draft):
-            draft.add(seq, count)
-
-    def _continue_guessing(self, seq: Sequence, draft: StepDraft) -> None:
-        """Plan the next token of a running request, and guesses of those after it that take nothing from others."""
-        covered = seq.known <= seq.room and not seq.promised
-        if not draft.budget or not (covered or self._give_room(seq, seq.known, draft)):
-            return
-        drafts = self._speculation.guess(seq, min(draft.budget - 1, seq.end_len - seq.known - 1))
-        upto = seq.known + len(drafts)
-        if upto > seq.room and self.blocks.missing(seq, upto) + len(self.queues.running) <= self._admission.free():
-            self._admission.grow(seq, upto, draft)
-        drafts = drafts[: seq.room - seq.known]
-        seq.holds = bool(drafts) or seq.masks is not None
-        draft.add(seq, 1, drafts)
-
-    def _may_draw(self, seq: Sequence, draft: StepDraft) -> bool:
-        """Whether a running request with masks may be in the step: its mask is known, or comes before the draw."""
-        if not seq.unseen:
-            if draft.may_draw(seq):
-                return True
-            if seq.holds:
-                if self.holds:
-                    self._speculation.too_late(seq)
-                return False
-        return self._late_masks and draft.may_draw_later(seq)
-
-    def _give_room(self, seq: Sequence, upto: int, draft: StepDraft) -> bool:
-        """Blocks for a running request up to position `upto`; False when it cannot go on now."""
-        self.steps.release(seq, self.blocks.trim(seq))
-        room = self._preemption.make_room(seq, upto)
-        if room is Room.NEVER:
-            draft.stuck.append(seq)
-        if room is Room.FOUND:
-            self._admission.grow(seq, upto, draft)
-        return room is Room.FOUND
 
     @property
     def stale(self) -> bool:
@@ -449,8 +380,7 @@ class Scheduler:
     @property
     def holds(self) -> bool:
         """Whether so many running requests wait for their newest tokens that none should be planned before those."""
-        running = self.queues.running
-        return self._may_hold and HOLD_SHARE * sum(seq.holds for seq in running) >= max(1, len(running))
+        return self._continuation.holds
 
     @property
     def awaits_drafts(self) -> bool:

@@ -6,17 +6,16 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Annotated
 
 from fastapi import FastAPI, Query, Request
-from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from ..credentials import Credentials
 from ..errors import InvalidRequest, RequestError
-from ..metrics import CONTENT_TYPE, EngineMetrics, MemoryMetrics, RequestMetrics, Scrapes, TransferMetrics
+from ..metrics import CONTENT_TYPE, Scrapes
 from ..protocol.calls import AbortCall, AdapterCall, CommitCall, GenerateCall, PrefillAnswer, PrefillCall, TicketCall
 from ..protocol.info import EngineInfo
 from ..protocol.lines import prefill_answer_json, reserved_line, sent_line, token_line
@@ -32,6 +31,7 @@ from ..tracing.span import NO_TRACER, Tracer, within
 from .backend import EngineBackend
 from .kv_events import KvEventFeed
 from .long_reply import has_many_scores
+from .meters import EngineMeters, Observer
 
 log = logging.getLogger(__name__)
 
@@ -56,30 +56,6 @@ class Readiness(BaseModel):
 
 class Done(BaseModel):
     """Nothing more to say."""
-
-
-@dataclass(slots=True)
-class EngineMeters:
-    """Every metric of an engine process over one registry."""
-
-    registry: CollectorRegistry
-    model: str
-    engine: EngineMetrics = field(init=False)
-    requests: RequestMetrics = field(init=False)
-    transfer: TransferMetrics = field(init=False)
-    memory: MemoryMetrics = field(init=False)
-    _seen: dict[str, int] = field(default_factory=dict)
-
-    def grown(self, name: str, total: int) -> int:
-        """How much a running total has grown since it was last asked for: what a counter must be increased by."""
-        before, self._seen[name] = self._seen.get(name, 0), total
-        return total - before
-
-    def __post_init__(self) -> None:
-        self.engine = EngineMetrics(self.registry, self.model)
-        self.requests = RequestMetrics(self.registry, self.model)
-        self.transfer = TransferMetrics(self.registry, self.model)
-        self.memory = MemoryMetrics(self.registry, self.model)
 
 
 class EngineServer:
@@ -113,7 +89,7 @@ class EngineServer:
         self._no_progress_s = no_progress_timeout_s
         self._clock = clock
         self._kv_events = kv_events
-        self._scrapes = Scrapes(meters.registry, self._sample)
+        self._scrapes = Scrapes(meters.registry, lambda: meters.sample(backend.engine.status()))
 
     def add_metrics(self, app: FastAPI) -> None:
         """Add /metrics."""
@@ -201,32 +177,6 @@ class EngineServer:
         """Prometheus text."""
         return Response(await self._scrapes.text(), headers={"Content-Type": CONTENT_TYPE})
 
-    def _sample(self) -> None:
-        engine, meters = self._backend.engine.status(), self._meters
-        stats, blocks = engine.snapshot.stats, engine.snapshot.blocks
-        meters.engine.running.set(stats.running)
-        meters.engine.waiting.set(stats.waiting)
-        meters.engine.kv_usage.set(engine.snapshot.kv_usage)
-        meters.engine.quarantined_blocks.set(blocks.quarantined)
-        listed = engine.adapter_list
-        meters.engine.adapters.set(len(engine.adapters))
-        meters.engine.adapter_problems.set(0 if listed is None else len(listed.problems))
-        meters.engine.no_progress_seconds.set(engine.stalled_s)
-        meters.engine.prefix_queries.inc(meters.grown("queries", stats.prefix_queries))
-        meters.engine.prefix_hits.inc(meters.grown("hits", stats.prefix_hits))
-        meters.engine.preemptions.inc(meters.grown("preemptions", stats.preemptions))
-        meters.engine.drafted.inc(meters.grown("drafted", stats.drafted))
-        meters.engine.accepted.inc(meters.grown("accepted", stats.accepted))
-        meters.engine.forced.inc(meters.grown("forced", stats.forced))
-        meters.engine.never_fit_rejections.inc(meters.grown("never_fit", stats.never_fit))
-        for stage, total in engine.transfer_failures.items():
-            meters.transfer.failed(stage, meters.grown(f"failed {stage}", total))
-        moved = engine.moved
-        late = stats.unknown_events + (0 if moved is None else moved.dropped)
-        meters.transfer.late_messages.inc(meters.grown("late", late))
-        meters.transfer.legs.set(0 if moved is None else moved.live)
-        meters.transfer.sent_bytes.inc(0 if moved is None else meters.grown("sent", moved.sent_bytes))
-
     # --------------------------------------------------------------------------------------------- control channel
 
     async def generate(self, call: Call) -> None:
@@ -247,8 +197,9 @@ class EngineServer:
 
     async def _stream(self, what: GenerateCall, call: Call) -> None:
         request = what.request.to_request()
+        client = _client(call.headers)
         if request.structure is not None or request.prompt is not None:
-            request = replace(request, client=_client(call.headers))
+            request = replace(request, client=client)
         told = 0
         if request.prompt is not None:
             try:
@@ -266,8 +217,9 @@ class EngineServer:
             local_attempt=what.local_attempt,
             peer_url=what.prefill_url,
             peer_epoch=what.prefill_epoch,
+            client=client,
         )
-        observer = _Observer(self._meters, self._clock, len(request.prompt_token_ids))
+        observer = Observer(self._meters, self._clock, len(request.prompt_token_ids))
         try:
             async for reply in stream:
                 if not call.begun:
@@ -389,31 +341,3 @@ class EngineServer:
 
 def _client(headers: Mapping[str, str]) -> str:
     return headers.get(CLIENT_HEADER, "")[:MOST_OF_A_CLIENT]
-
-
-class _Observer:
-    """Times of one stream, for the request metrics."""
-
-    def __init__(self, meters: EngineMeters, clock: Callable[[], float], prompt_tokens: int) -> None:
-        self._meters = meters
-        self._clock = clock
-        self._start = clock()
-        self._last: float | None = None
-        meters.requests.prompt_tokens.inc(prompt_tokens)
-
-    def chunk(self, chunk: TokenChunk) -> None:
-        """Note one chunk of the stream."""
-        requests, now = self._meters.requests, self._clock()
-        if chunk.token_ids:
-            requests.generation_tokens.inc(len(chunk.token_ids))
-            if self._last is None:
-                requests.time_to_first_token.observe(now - self._start)
-            else:
-                requests.inter_token_latency.observe((now - self._last) / len(chunk.token_ids))
-            self._last = now
-        if chunk.note:
-            self._meters.transfer.prompt(chunk.note)
-        if chunk.error is not None:
-            requests.failed(chunk.error.status, chunk.error.code)
-        elif chunk.finish_reason is not None:
-            requests.succeeded(chunk.finish_reason.value, now - self._start)

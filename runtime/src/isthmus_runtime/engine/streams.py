@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from ..errors import Cancelled, RequestError
@@ -23,7 +24,9 @@ _CHUNK = 4
 class Inbox:
     """Replies to one request, until they are read."""
 
-    def __init__(self, dropped: Callable[[], None]) -> None:
+    def __init__(self, dropped: Callable[[], None], whose: str = "") -> None:
+        self.whose = whose
+        """Which client's the request is, as far as is known."""
         self._queue: asyncio.Queue[Reply | LongReply] = asyncio.Queue()
         self._dropped = dropped
         self.unread = 0
@@ -56,7 +59,7 @@ class Streams:
     """Delivers replies from the engine thread to waiting coroutines: one wake-up of the event loop per step.
 
     A client that reads slowly lets its replies pile up here, as the engine waits for nobody. What all of them have not
-    read is bounded; beyond that whoever has most of it gives way.
+    read is bounded; beyond that the largest of the client that has most of it gives way.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, most: int = MAX_UNREAD) -> None:
@@ -71,10 +74,10 @@ class Streams:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.deliver, replies)
 
-    def open(self, sid: str, dropped: Callable[[], None] = lambda: None) -> Inbox:
-        """Where replies to `sid` wait; close it in a `finally`. `dropped` is called when its reader was too slow: the
-        request has an error then as its end, and the engine need not go on."""
-        return self._inboxes.setdefault(sid, Inbox(dropped))
+    def open(self, sid: str, dropped: Callable[[], None] = lambda: None, whose: str = "") -> Inbox:
+        """Where replies to `sid`, of a client, wait; close it in a `finally`. `dropped` is called when its reader was
+        too slow: the request has an error then as its end, and the engine need not go on."""
+        return self._inboxes.setdefault(sid, Inbox(dropped, whose))
 
     def close(self, sid: str) -> None:
         """Nobody listens to `sid` any more."""
@@ -108,11 +111,16 @@ class Streams:
             self._give_way()
 
     def _give_way(self) -> None:
-        sid, inbox = max(self._inboxes.items(), key=lambda item: item[1].unread)
+        of_client = Counter[str]()
+        for inbox in self._inboxes.values():
+            of_client[inbox.whose] += inbox.unread
+        ((most, total),) = of_client.most_common(1)
+        theirs = ((sid, inbox) for sid, inbox in self._inboxes.items() if inbox.whose == most)
+        sid, inbox = max(theirs, key=lambda item: item[1].unread)
         error = Cancelled(
             f"the client reads too slowly: {inbox.unread} numbers (tokens and log-probabilities) of this answer were "
-            f"unread, the most of all that together passed {self._most}; read on while the answer is made, or ask for "
-            "fewer top_logprobs"
+            f"unread, most of its client's {total}, and no other client has more of all, which together passed "
+            f"{self._most}; read on while the answer is made, or ask for fewer top_logprobs"
         )
         _log.warning("request %s: %s", sid, error.message)
         inbox.give_up(error.located("generation", sid))

@@ -15,7 +15,7 @@ from ..interfaces.backend import Backend, Pushing, Said, Take
 from ..metrics import RequestMetrics
 from ..request import FinishReason, GenerateRequest, Structure, TokenChunk, TokenLogprobs
 from ..serving.call import Call
-from .detokenizer import TextStream
+from .detokenizer import Stops, TextStream
 from .output import Delta, Reader
 from .pieces import Pieces
 from .prompts import Echo, Told
@@ -56,7 +56,8 @@ class Job:
     cache."""
     shown: int
     """How many of them are told, the likeliest; less than `n` for the best of several."""
-    stop: tuple[str, ...]
+    stops: Stops | None
+    """The strings that end the text."""
     structure: Structure | None
     """What the text of each choice must be."""
     structure_param: str
@@ -85,6 +86,8 @@ class Job:
     """The one token that engines generate at least is left out: only the prompt is of interest."""
     client: str = ""
     """Whose it is, where that is known."""
+    told: Callable[[], None] = lambda: None
+    """To be called when nothing is kept any more of what the answer tells of prompts."""
     tells_end: bool = False
     """The token that ends a text has its log-probabilities told, though it is no part of the text."""
 
@@ -95,7 +98,7 @@ class _Choice:
     def __init__(self, index: int, request: GenerateRequest, job: Job) -> None:
         self.index = index
         self.request = request
-        self.text = TextStream(job.pieces, job.stop, logprobs=job.logprobs, include_stop=job.include_stop)
+        self.text = TextStream(job.pieces, job.stops or (), logprobs=job.logprobs, include_stop=job.include_stop)
         self.begun = asyncio.Event() if len(job.requests) > 1 else None
         """The prompt is computed: others wait for that."""
         self.prompt_tokens = len(request.prompt_token_ids)
@@ -105,7 +108,9 @@ class _Choice:
         self.finish = ""
         self._job = job
         self._reader = job.reader() if job.reader is not None else None
-        self.bare = not (job.reader or job.stop or job.logprobs or job.return_ids or job.continuous_usage or job.silent)
+        self.bare = not (
+            job.reader or job.stops or job.logprobs or job.return_ids or job.continuous_usage or job.silent
+        )
         """Of the tokens nothing is told but their text, as it is."""
         self._held = 0
         self._size = TextSize()
@@ -331,6 +336,8 @@ class Runner:
         """The answer as server-sent events, begun when the first text is there: until then a failure still gets its
         own HTTP status. Raises RequestError."""
         opening, opened, kept = asyncio.Lock(), False, 0
+        shown: list[_Choice] = []
+        """Until all are."""
         form, write_now = job.format, call.writer()
 
         def is_long(choice: _Choice, delta: Delta) -> bool:
@@ -359,7 +366,9 @@ class Runner:
                     data = await self._writers.do(job.client, partial(form.echo, choice.index, choice.prompt))
                 else:
                     data = form.echo(choice.index, choice.prompt)
-            choice.shown = True
+            if not choice.shown:
+                choice.shown = True
+                shown.append(choice)
             logprobs = choice.take_logprobs()
             if (count := _scores(logprobs)) > _MANY_SCORES or is_long(choice, delta):
                 data += await self._writers.do(job.client, partial(written, choice, delta, logprobs))
@@ -367,6 +376,11 @@ class Runner:
                 data += written(choice, delta, logprobs)
             await call.write(data)
             untold.told(count)
+            if len(shown) == len(job.requests):
+                for one in shown:  # which others have of the first, and nobody reads again
+                    one.prompt.scores = ()
+                shown.clear()
+                job.told()
 
         def sink(choice: _Choice, delta: Delta) -> Callable[[], Awaitable[None]] | None:
             nonlocal kept

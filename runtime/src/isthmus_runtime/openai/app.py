@@ -342,14 +342,14 @@ class _Api:
 
     async def _run_planned(self, call: Call, job: Job, progress: Progress, client: str, tokens: int) -> None:
         job.client = client
-        if _takes_turns(job):
+        if job.stream or _takes_turns(job):
             job.requests = tuple(replace(request, client=known_as(client)) for request in job.requests)
             if job.structure is not None:
                 await self._check_structure(job.structure, job.structure_param, client)
         progress.stage, progress.answer_id, progress.format = "generation", job.answer_id, job.format
         tokens += len(job.requests[0].sampling.allowed_token_ids)  # of all choices, which share them
         counted = tokens if tokens > _MANY_TOKENS else 0
-        with self._scores.holding(job.scores, client), self._tokens.holding(counted, client):
+        with self._scores.holding(job.scores, client) as job.told, self._tokens.holding(counted, client):
             if progress.tenant is None:
                 await self._run(job, progress.arrived, call)
             else:
@@ -438,11 +438,13 @@ def _kept(job: Job) -> int:
     """Bytes that a job keeps of its body and that no other budget counts."""
     texts = sum(getsizeof(request.prompt.text) for request in job.requests[:: job.n] if request.prompt is not None)
     structure = 0 if job.structure is None else getsizeof(job.structure.text)
-    return texts + structure + job.format.repeated
+    stops = 0 if job.stops is None else job.stops.bytes_held
+    return texts + structure + job.format.repeated + stops
 
 
 def _takes_turns(job: Job) -> bool:
-    """Whether what engines do for it is done in turns of clients."""
+    """Whether what engines do for it is done in turns of clients. Of a stream they keep what its client has not read,
+    and know whose that is as well."""
     text = job.requests[0].prompt
     return job.structure is not None or (text is not None and len(text.text) > LONG)
 

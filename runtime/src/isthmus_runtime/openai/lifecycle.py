@@ -8,6 +8,7 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, TypeVar
@@ -19,7 +20,7 @@ from ..serving.in_flight import InFlight
 from ..serving.limits import BodyTooLarge
 from ..serving.memory import LOOK_AFTER, MemoryGuard
 from ..tracing.span import NO_TRACER, Tracer, current, within
-from ..turns import ThreadsInTurns
+from ..turns import ThreadsInTurns, Turns
 from .keys import Keys
 from .sse import Format
 from .tenants import Tenant
@@ -35,6 +36,9 @@ _MOST_COMPUTING = 64
 """Requests to `compute` that wait for their turn."""
 _MOST_PLANNING, _PLACES = 1024, min(16, max(4, os.cpu_count() or 1))
 """Long requests that wait to be planned, and how many are at a time."""
+_LARGE_PLACES, _OF_A_LARGE = 4, 256 << 20
+"""The same of large bodies (`LOOK_AFTER`), where there is room for as many; else one at a time. Bytes that one takes on
+its way: its text as JSON, marked, rendered, and made bare again, up to 17 times the body (tests/hostile)."""
 
 Describe = Callable[[RequestError], dict[str, Any]]
 """An error as the body of an answer."""
@@ -89,6 +93,13 @@ class Lifecycle:
         self._tenant_metrics = tenant_metrics
         self._tracer = tracer
         self._clock = clock
+        # The guard looks before each, when nothing of what others take on their way is there yet.
+        self._large = Turns(
+            _MOST_PLANNING,
+            "large bodies wait to be planned",
+            _LARGE_PLACES,
+            one_by_one=lambda: not memory.has_room(_LARGE_PLACES * _OF_A_LARGE),
+        )
         # What a thread has begun cannot be ended: generations have others than what no engine is asked for.
         self._computing = ThreadsInTurns(1, "compute", _MOST_COMPUTING, "requests of this kind wait for their turn")
         self._planners = ThreadsInTurns(
@@ -132,10 +143,30 @@ class Lifecycle:
     async def planned(self, call: Call, tenant: Tenant | None, plan: Callable[[bytes], _M], body: bytes) -> _M:
         """What `plan` makes of a long body, in a thread: few at a time, in turns of clients, of whom none takes all
         threads. Overloaded (429) when too many wait."""
-        if len(body) > LOOK_AFTER:
+        who = whose(call, tenant)
+        if len(body) <= LOOK_AFTER:
+            return await self._planners.do(who, plan, body)
+        await self._large.take(who)
+        loop = asyncio.get_running_loop()
+        begun = False
+
+        def plan_large(body: bytes) -> _M:
+            nonlocal begun
+            begun = True
+            try:
+                return plan(body)
+            finally:
+                # Its memory is there until here, also where its client has left long ago.
+                with suppress(RuntimeError):  # the loop has ended
+                    loop.call_soon_threadsafe(self._large.give_back, who)
+
+        try:
             self._memory.look()
             self._memory.check_new()
-        return await self._planners.do(whose(call, tenant), plan, body)
+            return await self._planners.do(who, plan_large, body)
+        finally:
+            if not begun:
+                self._large.give_back(who)
 
     async def _respond(self, call: Call, work: Answering[_P], plan: _P, describe: Describe) -> None:
         progress = Progress(self._clock())

@@ -18,6 +18,7 @@ from .answer import Job
 from .bodies import json_object
 from .chat import Conversation
 from .conversations import Conversations
+from .detokenizer import stops_of
 from .output import Reader
 from .pieces import Pieces
 from .prompts import Echo, echo_of_ids, echo_of_text
@@ -342,7 +343,7 @@ class Planner:
             shown=request.n,
             structure=structure,
             structure_param="tools" if tools and calls is not None else request.structure_param,
-            stop=tuple(request.stop_strings),
+            stops=stops_of(tuple(request.stop_strings)) if request.stop_strings else None,
             logprobs=logprobs >= 0,
             scores=scores,
             stream=request.stream,

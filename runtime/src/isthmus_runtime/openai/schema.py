@@ -26,8 +26,8 @@ MAX_COPIED_IDS, MAX_COPIED_TEXT = 1 << 22, 1 << 23
 with its own. 150 MB as they hold them."""
 MAX_ECHO = 1 << 22
 """Most characters of prompts in one answer, over all its choices."""
-MAX_STOP_STRINGS, MAX_STOP_TEXT = 16, 1024
-"""And their characters together: what looks for them takes 270 bytes for each as long as the request runs."""
+MAX_STOP_STRINGS, MAX_STOP_TEXT = 16, 4096
+"""And their characters together: what looks for them takes 1 MiB as long as the request runs, which is counted."""
 
 Prompt = str | tuple[int, ...]
 """Text, or ids that are taken as they are."""
@@ -65,8 +65,8 @@ _TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1}
 PROMPT = {"anyOf": [{"type": "string"}, _TEXTS, _IDS, {"type": "array", "items": _IDS, "minItems": 1}]}
 
 
-_StopString = Annotated[str, Field(min_length=1, max_length=1024)]
-_OneStop = Annotated[str, Field(max_length=1024)]
+_StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_TEXT)]
+_OneStop = Annotated[str, Field(max_length=MAX_STOP_TEXT)]
 
 
 class StreamOptions(BaseModel):

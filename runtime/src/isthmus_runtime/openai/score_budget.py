@@ -5,7 +5,7 @@ Pure, of one event loop."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from ..errors import Overloaded
@@ -25,7 +25,7 @@ all."""
 MAX_KEPT, MAX_KEPT_HELD = 1 << 25, 1 << 27
 """Bytes that requests keep of their bodies: texts that are passed on, structures, what answers repeat."""
 _RETRY_AFTER_S = 1.0
-_NOTHING = nullcontext()
+_NOTHING = nullcontext[Callable[[], None]](lambda: None)
 
 
 class ScoreBudget:
@@ -41,13 +41,14 @@ class ScoreBudget:
         """By the requests that run."""
         self._of_client: Counter[str] = Counter()
 
-    def holding(self, count: int, who: str = "") -> AbstractContextManager[None]:
-        """Within, a request of `count` scores of a client runs. Raises Overloaded (429) while others leave no room for
-        them, or this client, where it is known, would leave none for the largest request of another."""
+    def holding(self, count: int, who: str = "") -> AbstractContextManager[Callable[[], None]]:
+        """Within, a request of `count` scores of a client runs; what it gives is called where they are told before its
+        end. Raises Overloaded (429) while others leave no room for them, or this client, where it is known, would leave
+        none for the largest request of another."""
         return self._holding(count, who) if count else _NOTHING
 
     @contextmanager
-    def _holding(self, count: int, who: str) -> Iterator[None]:
+    def _holding(self, count: int, who: str) -> Iterator[Callable[[], None]]:
         share = max(self._each, self._most - self._each)
         if self.held + count > self._most or (who and self._of_client[who] + count > share):
             raise Overloaded(
@@ -58,13 +59,21 @@ class ScoreBudget:
             )
         self.held += count
         self._of_client[who] += count
-        try:
-            yield
-        finally:
-            self.held -= count
-            self._of_client[who] -= count
+        left = count
+
+        def told() -> None:
+            nonlocal left
+            gone, left = left, 0
+            self.held -= gone
+            self._of_client[who] -= gone
             if not self._of_client[who]:
                 del self._of_client[who]
+
+        try:
+            yield told
+        finally:
+            if left:
+                told()
 
 
 def vector_budget() -> ScoreBudget:

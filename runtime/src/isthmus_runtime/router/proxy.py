@@ -277,6 +277,9 @@ class RouterBackend:
     def _begins_early(self, request: GenerateRequest, choice: Choice, facts: Facts) -> bool:
         """Whether prefill need not wait for decode's reservation."""
         prefill, decode = choice.prefill, choice.decode
+        if request.prompt_group:
+            # Its other choices begin with the first one's token, and are to find the KV of the prompt at decode.
+            return False
         if prefill is None or not (prefill.begins_early and decode.begins_early and may_begin_early(request)):
             return False
         return self._pool.has_room(decode.url, facts.decode_tokens)

@@ -143,6 +143,10 @@ class MemoryGuard:
         """Whether nothing new is taken."""
         return self.level is Level.CRITICAL
 
+    def has_room(self, size: int) -> bool:
+        """Whether so many bytes were free when it was looked last."""
+        return self._use is None or self._last.limit - self._last.used >= size
+
     def due(self, *, works: bool) -> bool:
         """Whether to look by time, which is asked ten times a second: always while requests are there."""
         return self._pressure is not None and (works or self._clock() - self._looked >= _IDLE_LOOK_S)

@@ -10,10 +10,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-import socket
 from collections.abc import Mapping
 from enum import Enum
-from functools import partial
 from typing import Any
 
 import httptools
@@ -21,8 +19,11 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from ..errors import InvalidRequest, MemoryShort, Overloaded, RequestError
+from . import half_closed
 from .access import OF_RUNNING
-from .call import DROPPED, PIECE, WHOLE, Cut, error_answer
+from .answering import Answering
+from .call import WHOLE, error_answer
+from .heads import read_head, size_of
 from .limits import ACCOUNT, HeadTooLarge, TooSlow
 from .memory import LARGE_BODY
 from .port import Connection, PortState
@@ -33,25 +34,13 @@ _log = logging.getLogger(__name__)
 
 _MAX_AHEAD = 8
 """Requests that may wait behind the one that is answered. Reading stops at the first; these came with it."""
-_LINE = 200
-"""Bytes that a line of a head takes, beside its own."""
 _LINGER_S = 2.0
 """How long a client that still sends may take to read an answer: closing at once would reset it unread."""
-_FIRST_LOOK_S, _LATER_LOOKS_S = 0.005, 1.0
-"""When to look whether a client that sends no more has left: once the answer of a host nearby is here, then later and
-later, but at least this often."""
-_BEFORE_HEAD, _BEFORE_CHUNK = b"HTTP/1.1 100 Continue\r\n\r\n", b"0"
-"""Bytes that say nothing, for a client that sends no more: it has to discard an interim answer (RFC 9110, 15.2.1), and
-a chunk's size may begin with zeros (RFC 9112, 7.1). The system of a client that has left answers them with a reset."""
 _PIECES, _PIECE = 4096, 64
 """Chunks that a body may come in however small they are, and bytes that further ones have on average: a chunk takes
 some two microseconds, in which nobody else is served."""
-_WORTH_A_LOOK = 4096
-"""Bytes of a piece of a stream. Smaller ones are looked at by the sweep alone: streams that are not read pause."""
 _EXTENSIONS: dict[str, dict[object, object]] = {WHOLE: {}}
 """Of every scope."""
-_GONE = 7
-"""TCP_CLOSE, of Linux."""
 
 
 class _Phase(Enum):
@@ -59,14 +48,6 @@ class _Phase(Enum):
     """No byte of the next request is here."""
     HEAD = 1
     BODY = 2
-
-
-class _Gone(ConnectionResetError):
-    pass
-
-
-def _nothing() -> None:
-    pass
 
 
 class Protocol(HttpToolsProtocol):
@@ -94,20 +75,14 @@ class Protocol(HttpToolsProtocol):
         """Chunks of the body that arrives, less one for each of their `_PIECE` bytes."""
         self._running: RequestResponseCycle | None = None
         """The request that is being answered; `cycle` is the latest one."""
-        self._task: asyncio.Task[None] | None = None
-        self._refusal: RequestError | None = None
-        """The answer that is due to what has arrived last. Raised as a copy: a traceback holds what its frames hold,
-        the body among it, for as long as the error is kept."""
+        self._answering: Answering | None = None
+        """The same, until its handler has ended."""
+        self.refusal: RequestError | None = None
+        """As of `Asker`."""
         self._deaf = False
         """Nothing more is understood; what comes is dropped."""
         self._arrived = 0
         """Bytes of the latest body, as they came or inflated."""
-        self._turned_away: RequestResponseCycle | None = None
-        """Whose body was refused before it was here whole, though all of it may be here before that is told."""
-        self._told: RequestResponseCycle | None = None
-        """Whose handler has told that it needs the body no more,"""
-        self._who, self._beside = "", 0
-        """who asked, and what it holds instead."""
         self.half_closed = False
         """The client sends no more, and waits for the answers to what it has sent."""
 
@@ -139,11 +114,7 @@ class Protocol(HttpToolsProtocol):
             self.half_closed = self.flow.held = True
             if not self.pipeline:
                 running.keep_alive = False
-            if not running.response_started or isinstance(running.transport, Opening):
-                self.transport.write(_BEFORE_HEAD)
-            elif running.chunked_encoding:
-                self.transport.write(_BEFORE_CHUNK)
-            self.loop.call_later(_FIRST_LOOK_S, self._look, _FIRST_LOOK_S)
+            half_closed.watch(self.transport, running, self.loop)
         return True
 
     def data_received(self, data: bytes) -> None:
@@ -187,32 +158,21 @@ class Protocol(HttpToolsProtocol):
         ahead = self._running is not None
         if (self._pending > limit or ahead) and sum(len(n) + len(v) for n, v in self.headers) + len(self.url) > limit:
             raise self._too_large()
-        hosts, has_body, extensions = 0, False, _EXTENSIONS
-        for name, value in self.headers:
-            if name == b"host":
-                hosts += 1
-            elif name == b"content-encoding":
-                extensions = {**extensions, ACCOUNT: {"add": self._account, "whole": self._inflated}}
-            elif name == b"transfer-encoding" or (name == b"content-length" and value.strip(b" \t0")):
-                has_body = True
-        if hosts != 1 and self.parser.get_http_version() == "1.1":
-            raise InvalidRequest("an HTTP/1.1 request must have exactly one Host header (RFC 9112, 3.2)")
-        if has_body and self.parser.should_upgrade():
-            # The parser would take the body for another protocol, or for the next request.
-            raise InvalidRequest(
-                "a request with a body asks for an Upgrade, and this server speaks HTTP/1.1 alone; send it without the "
-                "Upgrade header (Java's HttpClient: version(HTTP_1_1))"
-            )
-        if has_body and self.server_state.memory.tight:
+        upgrades = self.parser.should_upgrade()
+        head = read_head(self.headers, version=self.parser.get_http_version(), upgrades=upgrades)
+        extensions = _EXTENSIONS
+        if head.encoded:
+            extensions = {**extensions, ACCOUNT: {"add": self._account, "whole": self._inflated}}
+        if head.has_body and self.server_state.memory.tight:
             self._bound_new()
         self._pending = self._pieces = 0
-        self._phase = _Phase.BODY
         self.scope["extensions"] = {**extensions}
-        super().on_headers_complete()
+        super().on_headers_complete()  # raises for a target that it cannot read
+        self._phase = _Phase.BODY
         self.flow.held = bool(self.pipeline)
         self.headers = []  # trailers end here: nobody reads them
         if ahead:
-            self._make_room(self.server_state.bodies.add(self, _head_size(self.cycle), self._address))
+            self._make_room(self.server_state.bodies.add(self, _size_of_head(self.cycle), self._address))
         if self.server_state.leaving:
             self.cycle.keep_alive = False
 
@@ -243,98 +203,45 @@ class Protocol(HttpToolsProtocol):
     # ------------------------------------------------------------------------------------------------------ answering
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        if self._refusal is not None and cycle.more_body:
-            self._say_no(self._refusal)
+        if self.refusal is not None and (cycle.more_body or cycle is self.turned_away):
+            self._say_no(self.refusal)
             return
         self._running = cycle
-        task = self._task = self.loop.create_task(self._answer(cycle, app))
+        answering = self._answering = Answering(self, cycle)
+        task = answering.task = self.loop.create_task(answering.run(app))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
-    async def _answer(self, cycle: RequestResponseCycle, app: Any) -> None:
-        transport = self.transport
+    @property
+    def default_headers(self) -> list[tuple[bytes, bytes]]:
+        """As of `Asker`."""
+        return self.server_state.default_headers
 
-        async def receive() -> Any:
-            message = await cycle.receive()
-            if self._refusal is not None and (cycle.more_body or cycle is self._turned_away):
-                raise copy.copy(self._refusal)  # the handler's books are to say why it came to nothing
-            return message
+    def planned(self) -> None:
+        """As of `Asker`. Those behind it have their bodies."""
+        bodies = self.server_state.bodies
+        behind = sum(len(cycle.body) + _size_of_head(cycle) for cycle, _ in self.pipeline) if self.pipeline else 0
+        if behind:
+            bodies.let_go(self, bodies.of(self) - behind)
+        else:
+            bodies.release(self)
 
-        async def send(message: Any) -> None:
-            if transport.is_closing():  # `connection_lost` is on its way
-                raise _Gone("the client has left")
-            if not cycle.response_started:
-                if self._told is not cycle:
-                    self._planned()
-                if (body := message.pop(WHOLE, None)) is not None:
-                    if self._may_write(cycle):
-                        self._write_whole(cycle, message["status"], message["headers"], body)
-                        self._wrote(len(body))
-                    else:
-                        await send(message)
-                        await send({"type": "http.response.body", "body": body})
-                    return
-                cycle.transport = Opening(cycle)  # type: ignore[assignment]
-                await cycle.send(message)
-                return
-            early = cycle.more_body and not cycle.keep_alive and not message.get("more_body")
-            if early:  # uvicorn would close at once, and so reset an answer to a body that is still on its way
-                cycle.keep_alive = True
-            await cycle.send(message)
-            self._wrote(len(message.get("body", b"")))
-            if early and self._has_no_room():
-                self.transport.close()
-            elif early:
-                self._linger()
+    def wrote(self, size: int) -> None:
+        """As of `Asker`."""
+        if unread := self.unread:
+            self.server_state.wrote(min(size, unread))
 
-        def write(piece: bytes) -> bool:
-            if transport.is_closing():
-                raise _Gone("the client has left")
-            # The first piece leaves with the head, and `send` knows all else.
-            if self.flow.write_paused or cycle.transport is not transport or not cycle.chunked_encoding:
-                return False
-            transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
-            if len(piece) > _WORTH_A_LOOK:
-                self._wrote(len(piece))
-            return True
+    def answered(self, one: Answering) -> None:
+        """As of `Asker`."""
+        if self._answering is one:  # the next in line may have begun
+            self._answering = None
 
-        extensions: dict[str, Any] = cycle.scope["extensions"]
-        extensions[PIECE] = {"write": write}
-        extensions[DROPPED] = {"tell": partial(self._dropped, cycle)}
-        try:
-            await app(cycle.scope, receive, send)
-        except asyncio.CancelledError:
-            if not cycle.disconnected:
-                raise
-        except (Cut, _Gone):
-            pass
-        except Exception:
-            if not cycle.disconnected:
-                _log.exception("%s %s failed", cycle.scope["method"], cycle.scope["path"])
-        finally:
-            cycle.on_response = _nothing  # a cycle of references otherwise
-            del extensions[PIECE], extensions[DROPPED]  # and others
-            if self._told is cycle:
-                self._told, self._who, self._beside = None, "", 0
-            if not cycle.response_complete and not cycle.disconnected:
-                self.transport.abort()
-
-    def _may_write(self, cycle: RequestResponseCycle) -> bool:
-        """Whether all of an answer may leave now, and nothing is special about it."""
-        return not (cycle.more_body or cycle.disconnected or cycle.access_log or self.flow.write_paused)
-
-    def _write_whole(
-        self, cycle: RequestResponseCycle, status: int, headers: list[tuple[bytes, bytes]], body: bytes
-    ) -> None:
-        """What the cycle makes of the two messages of an answer."""
-        cycle.waiting_for_100_continue = False
-        cycle.response_started = cycle.response_complete = True
-        lines, close = (*self.server_state.default_headers, *headers), not cycle.keep_alive
-        self.transport.write(whole_answer(status, lines, body, close=close))
-        cycle.message_event.set()
-        if close:
+    def close_early(self) -> None:
+        """As of `Asker`."""
+        if self._has_no_room():
             self.transport.close()
-        cycle.on_response()
+        else:
+            self._linger()
 
     def on_response_complete(self) -> None:
         """Of the cycle: the next request in line may start. Keeping alive is `check`'s, without a timer each."""
@@ -349,7 +256,7 @@ class Protocol(HttpToolsProtocol):
             following[0].keep_alive = bool(self.pipeline)
             if following[0].more_body:
                 following = None  # the rest of it never arrives
-        if self.half_closed and following is None and self._refusal is None:
+        if self.half_closed and following is None and self.refusal is None:
             self.transport.close()
             return
         if following is None or following[0].more_body:
@@ -358,8 +265,8 @@ class Protocol(HttpToolsProtocol):
         self.flow.resume_reading()
         if following is not None:
             self._start_asgi_task(*following)
-        elif self._refusal is not None and not (self._phase is _Phase.BODY and running is self.cycle):
-            self._say_no(self._refusal)
+        elif self.refusal is not None and not (self._phase is _Phase.BODY and running is self.cycle):
+            self._say_no(self.refusal)
 
     # --------------------------------------------------------------------------------------------------------- server
 
@@ -385,12 +292,13 @@ class Protocol(HttpToolsProtocol):
             self._refuse(TooSlow(f"the request did not arrive within {self._limits.arrival_s:g} s"))
 
     @property
+    def _task(self) -> asyncio.Task[None] | None:
+        """That answers."""
+        return None if self._answering is None else self._answering.task
+
+    @property
     def _address(self) -> str:
         return self.client[0] if self.client else ""
-
-    def _wrote(self, size: int) -> None:
-        if unread := self.unread:
-            self.server_state.wrote(min(size, unread))
 
     @property
     def unread(self) -> int:
@@ -402,7 +310,7 @@ class Protocol(HttpToolsProtocol):
         if self._deaf or self.transport.is_closing():
             return
         if self._phase is _Phase.IDLE and self._running is not None:
-            self._refusal, self._deaf = error, True  # its body is here, and is being inflated: see `_account`
+            self.refusal, self._deaf = error, True  # its body is here, and is being inflated: see `_account`
             self._running.keep_alive = False
         elif self._phase is _Phase.IDLE and self.cycle is not None:
             self.transport.close()  # between two requests, as any server may
@@ -420,8 +328,9 @@ class Protocol(HttpToolsProtocol):
 
     def held(self, beside: Mapping[object, int]) -> Held[Protocol]:
         """What is known of what its request takes. `beside`: what others than the port count, by task."""
-        size = self.server_state.bodies.of(self) + self.unread + self._beside + beside.get(self._task, 0)
-        return Held(self._who or self._address, size, self)
+        task, who, of_it = (None, "", 0) if (one := self._answering) is None else (one.task, one.who, one.beside)
+        size = self.server_state.bodies.of(self) + self.unread + of_it + beside.get(task, 0)
+        return Held(who or self._address, size, self)
 
     def end(self, error: Overloaded) -> None:
         """End what `may_end`, so that its memory comes back: with `error`, where it can still be told."""
@@ -451,8 +360,8 @@ class Protocol(HttpToolsProtocol):
         self._arrived += size
         if self.server_state.memory.came(size):
             self._bound_large()
-        if self._refusal is not None:
-            raise copy.copy(self._refusal)
+        if self.refusal is not None:
+            raise copy.copy(self.refusal)
 
     def _bound_new(self) -> None:
         """Before a body is read: raises MemoryShort where it is large, or where nothing is taken."""
@@ -481,20 +390,6 @@ class Protocol(HttpToolsProtocol):
         self.cycle.body = bytearray()
         self.give_way(error)
 
-    def _dropped(self, cycle: RequestResponseCycle, beside: int, who: str) -> None:
-        """The handler of a request needs its body no more, and holds so much else until it has ended."""
-        self._told, self._beside, self._who = cycle, beside, who
-        self._planned()
-
-    def _planned(self) -> None:
-        """The request that is answered needs its body no more. Those behind it have theirs."""
-        bodies = self.server_state.bodies
-        behind = sum(len(cycle.body) + _head_size(cycle) for cycle, _ in self.pipeline) if self.pipeline else 0
-        if behind:
-            bodies.let_go(self, bodies.of(self) - behind)
-        else:
-            bodies.release(self)
-
     def _inflated(self) -> None:
         """All of the body is made: from now on it gives way to nobody, and what comes after it may have to."""
         self.server_state.bodies.arrived(self)
@@ -514,8 +409,10 @@ class Protocol(HttpToolsProtocol):
 
     def _refuse(self, error: RequestError) -> None:
         """Answer for what arrives, once that is due, and close."""
-        self._refusal = error
+        self.refusal = error
         self._deaf = True
+        if self._phase is _Phase.BODY:
+            self.turned_away = self.cycle
         if self.headers:
             self.headers.clear()  # of a head of which nobody hears; they would stay as long as the connection lingers
         if isinstance(error, InvalidRequest):
@@ -529,7 +426,8 @@ class Protocol(HttpToolsProtocol):
             return
         if self._running is not None and not self._running.response_complete:
             # Its handler waits for the rest: it is told by `receive`, and gives the answer.
-            self._turned_away = self._running
+            if self._answering is not None:
+                self._answering.turned_away = True
             self._running.keep_alive = False
             self._running.message_event.set()
             self.loop.call_later(_LINGER_S, self._cut_short, self._running)
@@ -539,27 +437,13 @@ class Protocol(HttpToolsProtocol):
         lines.append((b"content-length", b"%d" % len(body)))
         self.transport.write(whole_answer(status, lines, body, close=True))
         self._forsake()
-        if self._has_no_room():
-            self.transport.close()
-        else:
-            self._linger()
+        self.close_early()
 
     def _has_no_room(self) -> bool:
         """Whether this connection has to make room at once, and cannot wait for its client to read what it is told."""
-        if isinstance(self._refusal, MemoryShort):
+        if isinstance(self.refusal, MemoryShort):
             return self.server_state.memory.critical
-        return isinstance(self._refusal, Overloaded)
-
-    def _look(self, waited: float) -> None:
-        """Whether a client that sends no more has left. Reading has ended, so nobody else notices before the next
-        write."""
-        if self.transport.is_closing():
-            return
-        if self.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _GONE:
-            self.transport.abort()
-            return
-        pause = min(2 * waited, _LATER_LOOKS_S)
-        self.loop.call_later(pause, self._look, pause)
+        return isinstance(self.refusal, Overloaded)
 
     def _cut_short(self, cycle: RequestResponseCycle) -> None:
         """A handler that was told should have answered by now."""
@@ -577,13 +461,11 @@ class Protocol(HttpToolsProtocol):
         """Nobody is there for the answer any more."""
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
-            assert self._task is not None
-            self._task.cancel()
+            if (task := self._task) is not None:
+                task.cancel()
         self._running = None
 
 
-def _head_size(cycle: RequestResponseCycle) -> int:
-    """Bytes that the head of a request takes while it waits."""
+def _size_of_head(cycle: RequestResponseCycle) -> int:
     scope = cycle.scope
-    lines = sum(len(name) + len(value) + _LINE for name, value in scope["headers"])
-    return lines + len(scope["raw_path"]) + len(scope["query_string"])
+    return size_of(scope["headers"], len(scope["raw_path"]) + len(scope["query_string"]))

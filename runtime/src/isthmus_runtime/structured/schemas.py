@@ -13,6 +13,14 @@ _INNER = (
 )
 """Keywords whose values are a schema or a list of schemas."""
 _SAYS_MORE = frozenset({"additionalProperties", "unevaluatedProperties", "patternProperties"})
+_HALVED_IN = ("anyOf", "prefixItems", "items", "additionalProperties")
+"""Where a schema may become two without a change of what others say."""
+_BOUNDS = frozenset(
+    (
+        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "enum", "const"),
+        *("$ref", "anyOf", "oneOf", "allOf", "not", "if"),
+    )
+)
 _PLACES = frozenset({"properties", "$ref", "anyOf", "oneOf", "allOf", "if", "dependentSchemas"})
 """Keywords that may each say what properties one object has."""
 
@@ -26,6 +34,26 @@ def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     each of which would forbid what the others allow.
     """
     return dict(schema) if _joins(schema) else _closed(schema)
+
+
+def halved(schema: Any) -> Any:
+    """The same, but an integer that is a multiple of something, without a bound, is one from 0 on, or one below: what
+    llguidance makes of both together takes 18 MB for the multiples of 86,400, and of each alone 0.4."""
+    if isinstance(schema, list):
+        return [halved(one) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    found = {
+        name: {key: halved(one) for key, one in value.items()}
+        if name in BY_NAME and isinstance(value, Mapping)
+        else halved(value)
+        if name in _HALVED_IN
+        else value
+        for name, value in schema.items()
+    }
+    if found.get("type") != "integer" or "multipleOf" not in found or _BOUNDS & found.keys():
+        return found
+    return {"anyOf": [{**found, "minimum": 0}, {**found, "maximum": -1}]}
 
 
 def _closed(schema: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from .schemas import closed
+from .schemas import closed, halved
 
 MAX_CHOICES = 4096
 # Between JSON's tokens a model may put white space, but not without end: small models do.
@@ -23,7 +23,9 @@ def _json_schema(text: str) -> str:
         schema = {}
     if not isinstance(schema, dict):
         raise ValueError(f"a JSON schema is an object, not {type(schema).__name__}")
-    grammar: str = LLMatcher.grammar_from_json_schema(closed(schema), overrides={"whitespace_pattern": WHITESPACE})
+    grammar: str = LLMatcher.grammar_from_json_schema(
+        halved(closed(schema)), overrides={"whitespace_pattern": WHITESPACE}
+    )
     return grammar
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .json_end import JsonEnd
+from .json_end import NEVER, JsonEnd
 
 _PIECES = 256
 
@@ -114,6 +114,24 @@ class ToolParser:
         """Where the JSON object or list ends that begins at `start`; None: not yet; NEVER (-1): it is none. Asked
         again, goes on from there."""
         return self._json_end.find(text, start)
+
+    def calls_at(self, text: str, start: int, last: bool, opens: str, close: str = "") -> Read | None:
+        """As of `read`: the calls of the JSON value that follows, if it begins with one of `opens`, and `close`, which
+        may be missing: some models end their turn instead."""
+        begin = skip_space(text, start)
+        if begin == len(text):
+            return None
+        end = self.value_end(text, begin) if text[begin] in opens else NEVER
+        if end is None or end == NEVER:
+            return None if end is None else REJECTED
+        calls_end = end
+        if close:
+            after = skip_space(text, end)
+            rest = text[after : after + len(close)]
+            if not last and rest != close and close.startswith(rest):
+                return None
+            calls_end = after + len(close) if rest == close else end
+        return Read(calls_end, self.calls_in(text[begin:end]))
 
     def calls_in(self, source: str) -> tuple[ToolCall, ...]:
         """The calls that a JSON object or list of objects stands for; none unless all are calls."""

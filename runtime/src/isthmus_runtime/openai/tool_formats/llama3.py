@@ -3,8 +3,7 @@ not."""
 
 from __future__ import annotations
 
-from .base import REJECTED, Read, ToolParser, skip_space
-from .json_end import NEVER
+from .base import Read, ToolParser
 
 
 class Llama3(ToolParser):
@@ -16,10 +15,4 @@ class Llama3(ToolParser):
 
     def read(self, text: str, start: int, last: bool) -> Read | None:
         """Of the base."""
-        begin = skip_space(text, start)
-        if begin == len(text):
-            return None
-        end = self.value_end(text, begin) if text[begin] == "{" else NEVER
-        if end is None or end == NEVER:
-            return None if end is None else REJECTED
-        return Read(end, self.calls_in(text[begin:end]))
+        return self.calls_at(text, start, last, "{")
