@@ -100,7 +100,7 @@ SEED    =
 MINUTES = 10
 MODE    = direct
 
-.PHONY: test test-fast test-slow test-gpu test-models lint type verify size chaos clients
+.PHONY: test test-fast test-slow test-gpu test-models lint type verify size chaos hostile clients
 test: setup ## Run the test suite, a test at a time, but for the full cluster's and the long ones: `make e2e`, `make e2e-full`
 	@status=0; $(PY) -m pytest -q -m 'not (cluster or long)' $(ARGS) || status=$$?; \
 	$(CLUSTER) find --fast || echo "make test: THE TESTS AGAINST A KUBERNETES API SERVER DID NOT RUN (the line above says why)" >&2; \
@@ -134,6 +134,9 @@ clients: setup ## Users' own libraries, unchanged, against the Direct example (d
 
 chaos: setup ## Real faults on a real service (docs/chaos.md): make chaos [SEED=..] [MINUTES=10] [MODE=direct|store] [ARGS=...]
 	@$(PY) tests/chaos/run_storm.py $(if $(SEED),--seed $(SEED)) --minutes $(MINUTES) --mode $(MODE) $(ARGS)
+
+hostile: venv model ## Search the API for the dearest request (tests/README.md): make hostile [ARGS='--kind unified --task score --only documents']
+	@$(PY) tests/hostile/run_hostile.py $(ARGS)
 
 lint: venv ## ruff (rules and format), and the import rules of .importlinter
 	@$(VENV)/bin/ruff check .

@@ -818,6 +818,17 @@ def test_what_waits_behind_a_request_counts_until_its_own_turn(run, drops):
     run(main())
 
 
+def test_nonsense_behind_requests_that_wait_takes_no_answer_from_them(run):
+    async def main():
+        async with served() as s:
+            answer = await s.raw(post(b"first") + post(b"second") + post(b"third") + b"nonsense\r\n\r\n")
+            *good, _ = parse(answer)
+            assert [json.loads(body)["body"] for _, _, body in good] == ["first", "second", "third"]
+            assert refused(answer, 400, "not HTTP/1.1")
+
+    run(main())
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 def test_nonsense_behind_a_request_waits_for_its_answer(run, streamed):
     async def main():

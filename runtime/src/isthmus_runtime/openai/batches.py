@@ -12,8 +12,8 @@ from ..interfaces.backend import Backend
 from ..metrics import RequestMetrics
 from ..request import FinishReason, GenerateRequest, TokenChunk
 from ..serving.call import Call
-from .answer import together
 from .sse import Usage
+from .together import together
 from .writers import Writers
 
 WIDTH = 32

@@ -77,6 +77,8 @@ class Protocol(HttpToolsProtocol):
         """The request that is being answered; `cycle` is the latest one."""
         self._answering: Answering | None = None
         """The same, until its handler has ended."""
+        self._refused: RequestResponseCycle | None = None
+        """Whose body was arriving when that was refused."""
         self.refusal: RequestError | None = None
         """As of `Asker`."""
         self._deaf = False
@@ -203,7 +205,7 @@ class Protocol(HttpToolsProtocol):
     # ------------------------------------------------------------------------------------------------------ answering
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        if self.refusal is not None and (cycle.more_body or cycle is self.turned_away):
+        if self.refusal is not None and (cycle.more_body or cycle is self._refused):
             self._say_no(self.refusal)
             return
         self._running = cycle
@@ -412,7 +414,7 @@ class Protocol(HttpToolsProtocol):
         self.refusal = error
         self._deaf = True
         if self._phase is _Phase.BODY:
-            self.turned_away = self.cycle
+            self._refused = self.cycle
         if self.headers:
             self.headers.clear()  # of a head of which nobody hears; they would stay as long as the connection lingers
         if isinstance(error, InvalidRequest):
