@@ -169,7 +169,7 @@ def few_rows_form(outputs: int, columns: int, processors: int) -> tuple[int, int
 
 
 def multiply_few(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Write ``x @ weight.T + bias`` of up to 16 rows by tensor cores; columns of a short weight are shared by two programs."""
+    """Write ``x @ weight.T + bias`` of up to 16 rows by tensor cores; two programs share columns of a short weight."""
     outputs, columns = weight.shape
     per_program, piece = _FEW
     groups = triton.cdiv(outputs, per_program)
