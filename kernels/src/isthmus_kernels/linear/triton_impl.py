@@ -16,6 +16,8 @@ from isthmus_kernels.rms_norm.triton_impl import add_parts_rms_norm, rms_norm
 MOST_ROWS = 16
 # Rows, and outputs, that a multiprocessor takes at once in cuBLAS's products.
 _TILE = 128
+# Outputs per multiprocessor above which few rows are cuBLAS's: a head's, which are no faster in an engine.
+_TALL = 512
 # Outputs and columns that a program takes at once for few rows.
 _FEW = (64, 128)
 _LEAST_PIECE = 1024
@@ -229,7 +231,8 @@ class SkinnyWeight:
         weight, bias = self.plain.weight, self.plain.bias
         rows = x.shape[0]
         alike = batch_invariance.required(x.device)
-        few = 0 < rows <= MOST_ROWS and x.dtype in _DTYPES and x.stride(1) == 1
+        tall = weight.shape[0] > _TALL * multiprocessors(x.device)
+        few = 0 < rows <= MOST_ROWS and (rows == 1 or not tall) and x.dtype in _DTYPES and x.stride(1) == 1
         if not few and not (alike and rows > 0):
             return self.plain.apply(x, out)
         if x.stride(1) != 1:
