@@ -738,8 +738,8 @@ def test_engines_of_an_older_version_are_asked_one_after_the_other(rig, run, kit
 
 @pytest.mark.parametrize("why", ["others", "full", "scores", "structure", "choices"])
 def test_who_waits_for_decode_s_word_all_the_same(rig, run, kit, why):
-    """Decode has no room as far as the router knows (docs/adr/0006), or more than a token comes with the first; or other
-    choices of the prompt begin with its first token, and would not find its KV at decode."""
+    """Decode has no room as far as the router knows (docs/adr/0006), or more than a token comes with the first, or
+    other choices of the prompt begin with its first token, and would not find its KV at decode."""
 
     async def main():
         prefill, decode = pair_that_begins_early(kit)
