@@ -7,7 +7,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from sys import getsizeof
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -24,15 +23,15 @@ from ..serving.call import Call, add_call_route
 from ..serving.in_flight import InFlight
 from ..serving.memory import MemoryGuard
 from ..structured.checker import Checker
-from ..tokenising import LONG
 from ..tracing.span import NO_TRACER, Span, Tracer, current
 from . import anthropic
-from .answer import Job, Runner
+from .answer import Runner
 from .anthropic import AnthropicMessage, CountRequest, MessagesRequest, TokenCount
 from .batches import WIDTH, Batch, BatchRunner
 from .bodies import json_object
 from .chat import NeedsThread
 from .embeddings import Embeddings, EmbeddingsRequest, VectorRequests, plan_embeddings
+from .job import Job, kept_by, takes_turns
 from .keys import Keys
 from .lifecycle import Lifecycle, Progress, known_as, whose
 from .plan import Plan, Planner
@@ -330,7 +329,7 @@ class _Api:
         who = whose(call, progress.tenant)
         tokens = sum(len(request.prompt_token_ids) for request in job.requests[:: job.n])
         echoed = sum(echo.bytes_held for echo in job.echoes)
-        kept = _kept(job)
+        kept = kept_by(job)
         call.drop(kept + tokens * _ID_BYTES + echoed, who)
         with (
             self._kept.holding(kept if kept > _MUCH_KEPT else 0, who),
@@ -340,7 +339,7 @@ class _Api:
 
     async def _run_planned(self, call: Call, job: Job, progress: Progress, client: str, tokens: int) -> None:
         job.client = client
-        if job.stream or _takes_turns(job):
+        if job.stream or takes_turns(job):
             job.requests = tuple(replace(request, client=known_as(client)) for request in job.requests)
             if job.structure is not None:
                 await self._check_structure(job.structure, job.structure_param, client)
@@ -429,21 +428,6 @@ class _Api:
 
     def _limit(self) -> int | None:
         return self._backend.max_model_len or self._tokenizer.model_limit or None
-
-
-def _kept(job: Job) -> int:
-    """Bytes that a job keeps of its body and that no other budget counts."""
-    texts = sum(getsizeof(request.prompt.text) for request in job.requests[:: job.n] if request.prompt is not None)
-    structure = 0 if job.structure is None else getsizeof(job.structure.text)
-    stops = 0 if job.stops is None else job.stops.bytes_held
-    return texts + structure + job.format.repeated + stops
-
-
-def _takes_turns(job: Job) -> bool:
-    """Whether what engines do for it is done in turns of clients. Of a stream they keep what its client has not read,
-    and know whose that is as well."""
-    text = job.requests[0].prompt
-    return job.structure is not None or (text is not None and len(text.text) > LONG)
 
 
 def _describe_job(span: Span, job: Job, model: str) -> None:

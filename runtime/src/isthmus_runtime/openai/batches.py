@@ -12,8 +12,8 @@ from ..interfaces.backend import Backend
 from ..metrics import RequestMetrics
 from ..request import FinishReason, GenerateRequest, TokenChunk
 from ..serving.call import Call
-from .answer import together
 from .sse import Usage
+from .together import together
 
 WIDTH = 32
 """Prompts of one request at a time: engines are kept busy, and other requests do not wait for all of them."""

@@ -14,11 +14,11 @@ from ..interfaces.backend import Backend
 from ..protocol.request import MANY_ALLOWED
 from ..request import AdapterName, GenerateRequest, PromptText, SamplingParams, Structure, WrittenIds
 from . import anthropic, responses
-from .answer import Job
 from .bodies import json_object
 from .chat import Conversation
 from .conversations import Conversations
 from .detokenizer import stops_of
+from .job import Job
 from .output import Reader
 from .pieces import Pieces
 from .prompts import Echo, echo_of_ids, echo_of_text
