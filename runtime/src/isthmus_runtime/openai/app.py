@@ -58,8 +58,8 @@ _BRIEF_BATCH_BYTES = 200
 _MANY_TOKENS = 1 << 14
 """Of the prompts of a generation, and ids that it allows; fewer are not counted among those that all requests may
 have."""
-
-_ID_BYTES = 8
+_ID_BYTES = 24
+"""Of a token of a prompt: its place among the ids, as JSON as it came, and in the body that an engine gets."""
 _MUCH_ECHO = 1 << 16
 """Bytes that an answer repeats; fewer are not counted among those of all requests."""
 _MUCH_KEPT = 1 << 14
