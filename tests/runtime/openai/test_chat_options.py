@@ -129,7 +129,7 @@ def test_reasoning(serve, run, caller):
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_is_held_back_of_an_answer_is_bounded(serve, run, caller, monkeypatch, text, stream):
     """A call that never ends, and white space after which more may come."""
-    monkeypatch.setattr(untold, "MAX_OF_AN_ANSWER", 4)
+    monkeypatch.setattr(untold, "MAX_OF_AN_ANSWER", 16)
 
     async def main():
         for size, fits in ((50, True), (400, False)):

@@ -71,7 +71,7 @@ def test_what_an_answer_repeats_counts_for_its_client_until_it_is_complete(run, 
             (port,) = ports
             (connection,) = port.connections
             assert port.bodies.used == 0, "others may have the room"
-            ids = 8 * len(api.backend.requests[0].prompt_token_ids)
+            ids = 24 * len(api.backend.requests[0].prompt_token_ids)
             assert len(told) <= connection.held({}).size - ids < len(told) + 1000
             go.set()
             async with await asked as answer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 
@@ -19,6 +19,7 @@ from .sse import TOOL_CALLS, Answer, Usage
 from .together import together
 from .tool_formats.base import collect
 from .untold import AnswerScores, Untold
+from .writers import Writers
 
 _STREAM_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -55,8 +56,11 @@ async def _push(backend: Backend, request: GenerateRequest, take: Take) -> None:
 class Runner:
     """Answers jobs; one for the whole process."""
 
-    def __init__(self, backend: Backend, metrics: RequestMetrics | None, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, backend: Backend, writers: Writers, metrics: RequestMetrics | None, clock: Callable[[], float]
+    ) -> None:
         """`clock`: monotonic seconds."""
+        self._writers = writers
         self._push = backend.push if isinstance(backend, Pushing) else partial(_push, backend)
         self._metrics = metrics
         self._clock = clock
@@ -94,17 +98,22 @@ class Runner:
         with self._scores.answer(job.client, asyncio.current_task()) as untold:
             usage = await self._run(job, sink, arrived, untold)
             headers = {"Content-Type": "application/json", "X-Request-Id": job.answer_id}
-            shown = [answers[i] for i in _best(job, likelihood)]
-            scores = ids = 0
-            for index, answer in answers.items():
-                answer.text, answer.reasoning = "".join(texts[index]), "".join(reasonings[index])
-            for answer in shown:
-                scores += len(answer.prompt.scores)
-                ids += len(answer.prompt.ids)
+            shown = _best(job, likelihood)
+            scores = sum(len(answers[index].prompt.scores) for index in shown)
+            ids = sum(len(answers[index].prompt.ids) for index in shown)
+
+            def joined() -> Iterator[Answer]:
+                for index in shown:
+                    answer = answers.pop(index)  # what is written is not kept
+                    answer.text = "".join(texts.pop(index))
+                    answer.reasoning = "".join(reasonings.pop(index))
+                    yield answer
+
+            pieces = partial(job.format.whole, joined(), usage)
             if scores > _MANY_SCORES or untold.held > _MANY_SCORES or ids > _MANY_IDS:
-                body = await asyncio.to_thread(job.format.whole, shown, usage)
+                body = await self._writers.joined(job.client, pieces)
             else:
-                body = job.format.whole(shown, usage)
+                body = b"".join(pieces())
         await call.reply(200, headers, body)
         return usage
 
@@ -116,7 +125,7 @@ class Runner:
             return b"".join(first(i, r, len(r.prompt_token_ids) or told) for i, r in enumerate(job.requests))
 
         many = sum(len(request.prompt_token_ids) for request in job.requests) > _MANY_IDS
-        return await asyncio.to_thread(joined) if many else joined()
+        return await self._writers.do(job.client, joined) if many else joined()
 
     async def stream(self, job: Job, arrived: float, call: Call) -> Usage:
         """The answer as server-sent events, begun when the first text is there: until then a failure still gets its
@@ -149,7 +158,7 @@ class Runner:
             data = b""
             if choice.prompt.echo is not None and not choice.shown:
                 if len(choice.prompt.scores) > _MANY_SCORES:
-                    data = await asyncio.to_thread(form.echo, choice.index, choice.prompt)
+                    data = await self._writers.do(job.client, partial(form.echo, choice.index, choice.prompt))
                 else:
                     data = form.echo(choice.index, choice.prompt)
             if not choice.shown:
@@ -157,7 +166,7 @@ class Runner:
                 shown.append(choice)
             logprobs = choice.take_logprobs()
             if (count := _scores(logprobs)) > _MANY_SCORES or is_long(choice, delta):
-                data += await asyncio.to_thread(written, choice, delta, logprobs)
+                data += await self._writers.do(job.client, partial(written, choice, delta, logprobs))
             else:
                 data += written(choice, delta, logprobs)
             await call.write(data)
@@ -183,7 +192,7 @@ class Runner:
         with self._scores.answer(job.client, asyncio.current_task()) as untold:
             usage = await self._run(job, sink, arrived, untold)
             end = partial(form.end, usage, tell=job.include_usage)
-            await call.write(await asyncio.to_thread(end) if kept > _MUCH_TEXT else end())
+            await call.write(await self._writers.do(job.client, end) if kept > _MUCH_TEXT else end())
         await call.end()
         return usage
 

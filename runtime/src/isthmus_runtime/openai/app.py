@@ -45,6 +45,7 @@ from .tenants import Tenant
 from .tenants_file import TenantsFile
 from .tokenizer import Tokenizer
 from .tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest, detokenized, tokenized, written
+from .writers import Writers
 
 _OFF_LOOP_BYTES = 1 << 12
 """Bodies above this are parsed and tokenised in a thread, so that other streams do not wait: words take 0.2 ms, digits,
@@ -57,8 +58,8 @@ _BRIEF_BATCH_BYTES = 200
 _MANY_TOKENS = 1 << 14
 """Of the prompts of a generation, and ids that it allows; fewer are not counted among those that all requests may
 have."""
-
-_ID_BYTES = 8
+_ID_BYTES = 24
+"""Of a token of a prompt: its place among the ids, as JSON as it came, and in the body that an engine gets."""
 _MUCH_ECHO = 1 << 16
 """Bytes that an answer repeats; fewer are not counted among those of all requests."""
 _MUCH_KEPT = 1 << 14
@@ -216,8 +217,9 @@ class _Api:
             adapters=adapters,
             takes_text=takes_text,
         )
-        self._runner = Runner(backend, metrics, clock)
-        self._batches = BatchRunner(backend, metrics, clock)
+        writers = Writers()
+        self._runner = Runner(backend, writers, metrics, clock)
+        self._batches = BatchRunner(backend, writers, metrics, clock)
         self._planning = LoopShare()
         self._vectors = VectorRequests(self._planner, config.request_timeout_s)
         self._ranker = Ranker(self._planner, self._vectors, tokenizer, lambda: backend.task, config.request_timeout_s)
@@ -368,6 +370,7 @@ class _Api:
             tokenise.end()
         del body
         who = whose(call, progress.tenant)
+        batch = replace(batch, client=who)
         call.drop(batch.prompt_tokens * _ID_BYTES, who)
         progress.stage, progress.answer_id = "generation", batch.answer_id
         with self._numbers.holding(batch.numbers, who), self._tokens.holding(batch.prompt_tokens, who):

@@ -36,9 +36,9 @@ _MOST_COMPUTING = 64
 """Requests to `compute` that wait for their turn."""
 _MOST_PLANNING, _PLACES = 1024, min(16, max(4, os.cpu_count() or 1))
 """Long requests that wait to be planned, and how many are at a time."""
-_LARGE_PLACES, _OF_A_LARGE = 4, 256 << 20
+_LARGE_PLACES, _OF_A_LARGE = 4, 336 << 20
 """The same of large bodies (`LOOK_AFTER`), where there is room for as many; else one at a time. Bytes that one takes on
-its way: its text as JSON, marked, rendered, and made bare again, up to 17 times the body (tests/hostile)."""
+its way: its text as JSON, marked, rendered, and made bare again, up to 21 times the body (tests/hostile)."""
 
 Describe = Callable[[RequestError], dict[str, Any]]
 """An error as the body of an answer."""
