@@ -167,11 +167,26 @@ def pinned_revision(folder: Path) -> str:
     if made is not None:
         lines = "".join(f"{file.sha256}  {name}\n" for name, file in sorted(made.files.items()))
         return made.commit or f"files:{hashlib.sha256(lines.encode()).hexdigest()}"
+    imported = _imported(folder)
+    return imported and f"gguf:{imported}"
+
+
+def recorded_digests(folder: Path) -> dict[str, str]:
+    """SHA-256 by name of a folder's weights as they were downloaded, or of the GGUF file that they were made from."""
+    made, imported = read_provenance(folder), _imported(folder)
+    names = [path.name for path in folder.glob("*.safetensors")]
+    if made is not None:
+        return {name: made.files[name].sha256 for name in names if name in made.files}
+    return dict.fromkeys(names, imported) if imported else {}
+
+
+def _imported(folder: Path) -> str:
+    """SHA-256 of the GGUF file; empty for a folder that was not made from one."""
     try:
         held = json.loads((folder / MARKER).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return ""
-    return f"gguf:{held['sha256']}" if isinstance(held, dict) and isinstance(held.get("sha256"), str) else ""
+    return str(held["sha256"]) if isinstance(held, dict) and isinstance(held.get("sha256"), str) else ""
 
 
 def sha256_of(path: Path) -> str:
