@@ -16,7 +16,7 @@ from api_calls import HELLO, client, events, spell
 
 from isthmus_runtime.config import ChatConfig
 from isthmus_runtime.errors import ConfigError, EngineFailed, InvalidRequest, NeverFits, Overloaded, TransferFailed
-from isthmus_runtime.openai import answer, app, plan, responses, score_budget, untold
+from isthmus_runtime.openai import answer, app, job_bounds, responses, score_budget, untold
 from isthmus_runtime.openai.app import read_api_key
 from isthmus_runtime.openai.chat import Conversation
 from isthmus_runtime.openai.sse import ChatFormat, CompletionFormat
@@ -456,8 +456,8 @@ def test_what_a_stream_tells_again_at_its_end_is_bounded(serve, run, monkeypatch
 )
 def test_what_all_choices_carry_is_bounded(serve, run, monkeypatch, more, name):
     """333 KB of ids in 128 choices became 128 bodies of 333 KB between router and engine."""
-    monkeypatch.setattr(plan, "MAX_COPIED_IDS", 700)
-    monkeypatch.setattr(plan, "MAX_COPIED_TEXT", 1000)
+    monkeypatch.setattr(job_bounds, "MAX_COPIED_IDS", 700)
+    monkeypatch.setattr(job_bounds, "MAX_COPIED_TEXT", 1000)
 
     async def main():
         async with serve(lambda request: [65, 2]) as api:
