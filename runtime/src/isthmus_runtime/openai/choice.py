@@ -162,6 +162,7 @@ class Choice:
         if self._ids is not None:
             self._ids += told
         if self.text.stopped:
+            self._end = []  # of a token behind the stop string
             self.finish = FinishReason.STOP.value
         elif chunk.finish_reason is not None:
             text += self.text.finish()
