@@ -116,19 +116,19 @@ def test_too_many_that_wait_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_large_texts_wait_until_what_they_take_is_there() -> None:
     async def main() -> None:
-        begun, go = list[str](), threading.Event()
+        begun, some, go = list[str](), threading.Semaphore(0), threading.Event()
 
         def tokenise(prompt: PromptText) -> Sequence[int]:
             begun.append(prompt.text[0])
-            assert go.wait(20)
+            some.release()
+            assert go.wait(DEADLINE_S)
             return [7]
 
-        large = LARGE + 1
-        made = Tokenising(tokenise, most=lambda: 2 * OF_A_LETTER * large - 1)
-        asked = [asyncio.create_task(made.by_ids(request(name * large))) for name in "ab"]
-        asked.append(asyncio.create_task(made.by_ids(request("c" * LARGE))))
-        while len(begun) < 2:
-            await asyncio.sleep(0.01)
+        made = Tokenising(tokenise, most=lambda: 2 * OF_A_LETTER * (LARGE + 1) - 1)
+        sizes = {"a": LARGE + 1, "b": LARGE + 1, "c": LARGE}
+        asked = [asyncio.create_task(made.by_ids(request(name * size, name))) for name, size in sizes.items()]
+        for _ in range(2):
+            assert await asyncio.to_thread(some.acquire, timeout=DEADLINE_S)
         assert sorted(begun) == ["a", "c"]
         go.set()
         for one in asked:

@@ -16,7 +16,7 @@ from api_calls import HELLO, client, events, spell
 
 from isthmus_runtime.config import ChatConfig
 from isthmus_runtime.errors import ConfigError, EngineFailed, InvalidRequest, NeverFits, Overloaded, TransferFailed
-from isthmus_runtime.openai import answer, app, plan, responses, score_budget, untold
+from isthmus_runtime.openai import answer, app, job_bounds, responses, score_budget, untold
 from isthmus_runtime.openai.app import read_api_key
 from isthmus_runtime.openai.chat import Conversation
 from isthmus_runtime.openai.sse import ChatFormat, CompletionFormat
@@ -239,12 +239,13 @@ def test_stop_string_ends_the_backend(serve, run, tokenizer, streamed):
     run(main())
 
 
+@pytest.mark.parametrize("last", [FinishReason.LENGTH, FinishReason.STOP])
 @pytest.mark.parametrize("logprobs", [None, 0])
-def test_tokens_after_a_stop_string_do_not_count_when_they_come_with_it(serve, run, tokenizer, logprobs):
+def test_tokens_after_a_stop_string_do_not_count_when_they_come_with_it(serve, run, tokenizer, logprobs, last):
     async def main():
-        ids = tokenizer.encode("The fox jumps STOP here and there")
+        ids = tokenizer.encode("The fox jumps STOP here and there") + ([2] if last is FinishReason.STOP else [])
         entries = tuple(TokenLogprobs(i, -0.5) for i in ids) if logprobs is not None else ()
-        chunk = TokenChunk(token_ids=tuple(ids), logprobs=entries, finish_reason=FinishReason.LENGTH)
+        chunk = TokenChunk(token_ids=tuple(ids), logprobs=entries, finish_reason=last)
         async with serve(lambda _: [chunk]) as api, client(api) as c:
             got = await c.completions.create(
                 model="tiny", prompt="x", stop="STOP", logprobs=logprobs, extra_body={"return_token_ids": True}
@@ -253,6 +254,8 @@ def test_tokens_after_a_stop_string_do_not_count_when_they_come_with_it(serve, r
             assert (told.text, told.finish_reason) == ("The fox jumps ", "stop")
             until = next(n for n in range(len(ids)) if "STOP" in tokenizer.decode(ids[:n]))
             assert told.token_ids == ids[:until] and got.usage.completion_tokens == until < len(ids)
+            if logprobs is not None:
+                assert "".join(told.logprobs.tokens) in "The fox jumps STOP", "the end is behind the stop string"
 
     run(main())
 
@@ -456,8 +459,8 @@ def test_what_a_stream_tells_again_at_its_end_is_bounded(serve, run, monkeypatch
 )
 def test_what_all_choices_carry_is_bounded(serve, run, monkeypatch, more, name):
     """333 KB of ids in 128 choices became 128 bodies of 333 KB between router and engine."""
-    monkeypatch.setattr(plan, "MAX_COPIED_IDS", 700)
-    monkeypatch.setattr(plan, "MAX_COPIED_TEXT", 1000)
+    monkeypatch.setattr(job_bounds, "MAX_COPIED_IDS", 700)
+    monkeypatch.setattr(job_bounds, "MAX_COPIED_TEXT", 1000)
 
     async def main():
         async with serve(lambda request: [65, 2]) as api:

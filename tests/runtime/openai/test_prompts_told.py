@@ -14,7 +14,7 @@ from openai import AsyncOpenAI, BadRequestError, DefaultAsyncHttpxClient, RateLi
 from serving import served
 
 from isthmus_runtime.executor.fake import FakeExecutor, expected_scores, expected_tokens
-from isthmus_runtime.openai import answer, plan
+from isthmus_runtime.openai import answer, job_bounds
 from isthmus_runtime.openai import app as openai_app
 from isthmus_runtime.openai.app import BODIES, ApiConfig, add_openai_routes
 from isthmus_runtime.openai.prompts import echo_of_ids, echo_of_text
@@ -202,7 +202,7 @@ def test_what_cannot_be_told_is_refused(run, stack, body, param):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_repeated_prompts_are_bounded_over_all_choices(run, stack, monkeypatch, stream):
-    monkeypatch.setattr(plan, "MAX_ECHO", 44)
+    monkeypatch.setattr(job_bounds, "MAX_ECHO", 44)
 
     async def main():
         async with stack() as api:

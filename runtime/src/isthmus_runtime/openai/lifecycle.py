@@ -16,6 +16,7 @@ from ..errors import Cancelled, DeadlineExceeded, RequestError, is_panic, unfore
 from ..metrics import RequestMetrics, TenantMetrics
 from ..reserve import Reserve
 from ..serving.call import Call, Cut, error_answer
+from ..serving.clients import known_by
 from ..serving.in_flight import InFlight
 from ..serving.limits import BodyTooLarge
 from ..serving.memory import MemoryGuard
@@ -224,7 +225,7 @@ def whose(call: Call, tenant: Tenant | None) -> str:
     """Who takes turns with others: a tenant, or an address where there are none."""
     if tenant is not None:
         return tenant.name
-    return "" if call.client is None else call.client.host
+    return "" if call.client is None else known_by(call.client.host)
 
 
 def known_as(client: str) -> str:
