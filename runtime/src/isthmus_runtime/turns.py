@@ -271,17 +271,21 @@ class ThreadsInTurns:
         self._threads = running_pool(count + self._most_paused, name)
         self._long: set[_Task] = set()
 
-    async def do(self, who: str, make: Callable[[_A], _M], what: _A) -> _M:
+    async def do(self, who: str, make: Callable[[_A], _M], what: _A, ended: Callable[[], None] = lambda: None) -> _M:
         """What `make` makes of `what`, on a thread. Overloaded as of `Turns.take`.
 
         The thread goes on until it asks whether to (`go_on`) when its client has left, or it has worked for
-        MOST_WORK_S.
+        MOST_WORK_S. `ended` is called once, when the thread has ended it or it is sure that none begins it.
         """
-        await self._begun.take(who)
         try:
-            await self._turns.take(who)
+            await self._begun.take(who)
+            try:
+                await self._turns.take(who)
+            except BaseException:
+                self._begun.give_back(who)
+                raise
         except BaseException:
-            self._begun.give_back(who)
+            ended()
             raise
         loop = asyncio.get_running_loop()
         task = _Task(who, partial(self._pause, loop) if self._most_paused else None)
@@ -301,6 +305,7 @@ class ThreadsInTurns:
             if task.has_turn:
                 self._turns.give_back(who, again=task.long)
             self._begun.give_back(who)
+            ended()
             error = None if work.cancelled() else work.exception()
             if error is not None and not isinstance(error, RequestError):
                 # Whoever asked may have left, and then nobody else tells.

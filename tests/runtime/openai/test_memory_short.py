@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from contextlib import suppress
 from functools import partial
 from time import monotonic
+from typing import Any
 
 import aiohttp
 import pytest
 
 from isthmus_runtime.openai.keys import Keys
-from isthmus_runtime.openai.lifecycle import Lifecycle
+from isthmus_runtime.openai.lifecycle import Lifecycle, planning_takes
 from isthmus_runtime.serving.call import Call
 from isthmus_runtime.serving.in_flight import InFlight
 from isthmus_runtime.serving.memory import LOOK_AFTER, MemoryGuard
@@ -133,7 +136,7 @@ def _call(host: str) -> Call:
 
 @pytest.mark.parametrize("leaves", [False, True])
 def test_large_bodies_are_planned_one_at_a_time_where_there_is_no_room_for_several(run, leaves) -> None:
-    """Each takes up to 17 times its size on its way, and what was free when it began is then taken by others."""
+    """Each takes many times its size on its way, and what was free when it began is then taken by others."""
 
     async def main() -> None:
         guard = MemoryGuard(Meter())
@@ -150,27 +153,72 @@ def test_large_bodies_are_planned_one_at_a_time_where_there_is_no_room_for_sever
         def planned(name: str, size: int, host: str) -> asyncio.Task[str]:
             return asyncio.create_task(lifecycle.planned(_call(host), None, plan, name.encode() * size))
 
-        guard._use.used = GIB // 2
-        guard.look()
-        large = LOOK_AFTER + 1
+        large, small = 700_000, 1 << 16
+        assert guard.room is not None and planning_takes(large) < guard.room // 2 < 2 * planning_takes(large)
         first = planned("a", large, "127.0.0.1")
         await until(lambda: begun == ["a"])
         second = planned("b", large, "127.0.0.2")
         await asyncio.sleep(0)
         may_end["c"].set()
-        assert await planned("c", large - 1, "127.0.0.3") == "c", "what is small goes on"
+        assert await planned("c", small, "127.0.0.3") == "c", "what is small goes on"
         if leaves:
             first.cancel()
             with suppress(asyncio.CancelledError):
                 await first
             may_end["c"].set()
-            assert await planned("c", large - 1, "127.0.0.3") == "c"
+            assert await planned("c", small, "127.0.0.3") == "c"
         assert "b" not in begun, "the first one's memory is not there again before its thread has ended"
         may_end["a"].set()
         await until(lambda: "b" in begun)
         may_end["b"].set()
         assert await second == "b"
         guard.close()
+
+    run(main())
+
+
+class Late(Executor):
+    """Its threads begin what they get when they are told to."""
+
+    def __init__(self) -> None:
+        self.works = list[tuple[Future[Any], Callable[[], Any]]]()
+
+    def submit(self, work: Callable[..., Any], /, *given: Any, **named: Any) -> Future[Any]:
+        self.works.append((future := Future(), partial(work, *given, **named)))
+        return future
+
+    def go(self) -> None:
+        for future, work in self.works:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(work())
+                except BaseException as error:
+                    future.set_exception(error)
+        self.works.clear()
+
+
+@pytest.mark.parametrize("at", range(6))
+def test_who_leaves_at_any_moment_gives_back_what_planning_takes_once(run, at) -> None:
+    """Its thread may begin all the same, a moment later: memory that was given back twice was there for one more."""
+
+    async def main() -> None:
+        lifecycle, late = _lifecycle(MemoryGuard()), Late()
+        lifecycle._planners._threads = late
+        task = asyncio.create_task(lifecycle.planned(_call("127.0.0.1"), None, len, b"x" * 100_000))
+        for _ in range(at):
+            await asyncio.sleep(0)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        late.go()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert lifecycle._reserve.used == 0
+        left = asyncio.create_task(lifecycle.planned(_call("127.0.0.1"), None, len, b"x" * 100_000))
+        await until(lambda: late.works)
+        assert lifecycle._reserve.used == planning_takes(100_000)
+        late.go()
+        assert await left == 100_000 and lifecycle._reserve.used == 0
 
     run(main())
 

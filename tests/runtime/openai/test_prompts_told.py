@@ -326,6 +326,7 @@ def test_scores_of_all_requests_have_one_budget(run, stack, monkeypatch):
     """Each may be small, and hundreds of them gigabytes: who finds no room is told to come again."""
     budget = ScoreBudget()
     monkeypatch.setattr(works, "ScoreBudget", lambda: budget)
+    monkeypatch.setattr(works, "_MANY_SCORES", 0)
     busy = MAX_HELD - 50
 
     async def main():
@@ -369,6 +370,7 @@ def test_scores_that_a_stream_has_told_leave_their_room_to_others(run, stack, mo
 
     budget = Noted()
     monkeypatch.setattr(works, "ScoreBudget", lambda: budget)
+    monkeypatch.setattr(works, "_MANY_SCORES", 0)
 
     async def main():
         async with stack() as api:

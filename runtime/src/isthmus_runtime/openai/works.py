@@ -37,6 +37,9 @@ _MANY_TOKENS = 1 << 14
 have."""
 _ID_BYTES = 24
 """Of a token of a prompt: its place among the ids, as JSON as it came, and in the body that an engine gets."""
+_MANY_NUMBERS, _MANY_SCORES = 1 << 14, 1 << 10
+"""Of the vectors of a request, and log-probabilities of its prompts; fewer are not counted among those of all: whoever
+has most of these would keep everybody out."""
 _MUCH_ECHO = 1 << 16
 """Bytes that an answer repeats; fewer are not counted among those of all requests."""
 _MUCH_KEPT = 1 << 14
@@ -110,7 +113,8 @@ class Works:
         progress.stage, progress.answer_id, progress.format = "generation", job.answer_id, job.format
         tokens += len(job.requests[0].sampling.allowed_token_ids)  # of all choices, which share them
         counted = tokens if tokens > _MANY_TOKENS else 0
-        with self._scores.holding(job.scores, client) as job.told, self._tokens.holding(counted, client):
+        scores = job.scores if job.scores > _MANY_SCORES else 0
+        with self._scores.holding(scores, client) as job.told, self._tokens.holding(counted, client):
             if progress.tenant is None:
                 await self._run(job, progress.arrived, call)
             else:
@@ -136,7 +140,9 @@ class Works:
         batch = replace(batch, client=who)
         call.drop(batch.prompt_tokens * _ID_BYTES, who)
         progress.stage, progress.answer_id = "generation", batch.answer_id
-        with self._numbers.holding(batch.numbers, who), self._tokens.holding(batch.prompt_tokens, who):
+        numbers = batch.numbers if batch.numbers > _MANY_NUMBERS else 0
+        tokens = batch.prompt_tokens if batch.prompt_tokens > _MANY_TOKENS else 0
+        with self._numbers.holding(numbers, who), self._tokens.holding(tokens, who):
             await self._run_batch(batch, progress.tenant, progress.arrived, call)
 
     async def _run_batch(self, batch: Batch, tenant: Tenant | None, arrived: float, call: Call) -> None:
