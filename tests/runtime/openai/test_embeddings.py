@@ -201,7 +201,7 @@ def test_what_all_requests_hold_has_a_budget(serve, run, monkeypatch, path, body
                 assert status == 200, answer
                 api.backend.requests.clear()
                 for many in ("_MANY_NUMBERS", "_MANY_TOKENS"):
-                    monkeypatch.setattr(app, many, 0)
+                    monkeypatch.setattr(works, many, 0)
                 status, answer = await post(api, path, body)
                 assert status == 429 and text in answer["error"]["message"], answer
                 assert not api.backend.requests
