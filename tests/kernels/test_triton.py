@@ -314,7 +314,7 @@ def test_moe_of_8_bits(tokens: int, count: int, hidden: int, inner: int) -> None
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 16])
-@pytest.mark.parametrize(("outputs", "columns"), [(64, 1024), (48, 80), (144, 704)])
+@pytest.mark.parametrize(("outputs", "columns"), [(64, 1024), (48, 80), (144, 704), (16, 1040)])
 def test_fp8(rows: int, outputs: int, columns: int) -> None:
     check_fp8("triton", "cpu", rows, outputs, columns, with_bias=outputs == 48)
 

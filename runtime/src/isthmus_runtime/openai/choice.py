@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ..errors import Cancelled, EngineFailed, RequestError
 from ..request import FinishReason, GenerateRequest, TokenChunk, TokenLogprobs
@@ -102,6 +102,17 @@ class Choice:
 
     def feed(self, chunk: TokenChunk) -> Delta:
         """What is certain after `chunk`. Raises the error that ends the generation."""
+        if self._job.one_call and len(chunk.token_ids) > 1 and self._reader is not None:
+            delta = Delta()
+            for part in _singly(chunk):  # nothing after the call is told or counted, however many tokens come at a time
+                new = self._feed(part)
+                delta = Delta(delta.reasoning + new.reasoning, delta.content + new.content, delta.calls + new.calls)
+                if self.finish:
+                    break
+            return delta
+        return self._feed(chunk)
+
+    def _feed(self, chunk: TokenChunk) -> Delta:
         if self.bare and self.tokens and chunk.finish_reason is None and not chunk.logprobs:
             self.tokens += len(chunk.token_ids)
             return Delta("", self.text.push(chunk.token_ids))
@@ -151,6 +162,7 @@ class Choice:
         if self._ids is not None:
             self._ids += told
         if self.text.stopped:
+            self._end = []  # of a token behind the stop string
             self.finish = FinishReason.STOP.value
         elif chunk.finish_reason is not None:
             text += self.text.finish()
@@ -167,3 +179,11 @@ class Choice:
             if self.text.stopped:
                 return text, taken
         return text, len(ids)
+
+
+def _singly(chunk: TokenChunk) -> Iterator[TokenChunk]:
+    """A chunk as those of its tokens, one each."""
+    last = len(chunk.token_ids) - 1
+    for number, token in enumerate(chunk.token_ids):
+        one = chunk._replace(token_ids=(token,), logprobs=chunk.logprobs[number : number + 1])
+        yield one if number == last else one._replace(finish_reason=None, error=None)

@@ -107,7 +107,7 @@ class VectorRequests:
 def plan_embeddings(body: bytes, planner: Planner, vectors: VectorRequests, task: Callable[[], ServedTask]) -> Batch:
     """A body of /v1/embeddings. Raises RequestError."""
     request = parsed(EmbeddingsRequest, json_object(body), _NEUTRAL)
-    limit = planner.admit(request.model, "embed")
+    limit = planner.served.admit(request.model, "embed")
     served = task()
     given = as_prompts(request.input, "input")
     if len(given) > MAX_INPUTS:
@@ -127,7 +127,7 @@ def plan_embeddings(body: bytes, planner: Planner, vectors: VectorRequests, task
             cache_salt=request.cache_salt,
         ),
         numbers=len(prompts) * dimensions,
-        tell=partial(_tell, planner.named(request.model), request.encoding_format == "base64"),
+        tell=partial(_tell, planner.served.named(request.model), request.encoding_format == "base64"),
     )
 
 

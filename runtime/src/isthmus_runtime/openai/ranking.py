@@ -189,11 +189,11 @@ class Ranker:
         tell: Callable[[Sequence[float], dict[str, Any], dict[str, int]], dict[str, Any]],
         repeated: int = 0,
     ) -> Batch:
-        limit = self._planner.admit(request.model, "embed", "score")
+        limit = self._planner.served.admit(request.model, "embed", "score")
         answer_id = prefix + urandom(16).hex()
         make = self._cosines if self._task().kind == "embed" else self._judged
         requests, read = make(request, answer_id, pairs, limit, param)
-        head = {"id": answer_id, "model": self._planner.named(request.model)}
+        head = {"id": answer_id, "model": self._planner.served.named(request.model)}
 
         def told(chunks: Sequence[TokenChunk], tokens: int) -> Iterator[bytes]:
             usage = {"prompt_tokens": tokens, "total_tokens": tokens}

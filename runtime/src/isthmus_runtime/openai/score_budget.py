@@ -18,7 +18,7 @@ MAX_HELD = 4 * MAX_SCORES
 MAX_NUMBERS_HELD = 8 * MAX_NUMBERS
 """128 MiB as vectors, and three times as much beside them where all of them are told as text."""
 MAX_TOKENS_HELD = 4 * MAX_TOKENS
-"""256 MiB."""
+"""256 MiB as they wait. On their way to an engine they take 20 bytes each; the memory net stands below."""
 MAX_ECHOES, MAX_ECHOES_HELD = 1 << 25, 1 << 27
 """Bytes of prompts that answers repeat, of one request (characters of four bytes, and where its tokens begin) and of
 all."""

@@ -148,9 +148,6 @@ _BITS = tuple(tuple(bit for bit in range(8) if byte >> bit & 1) for byte in rang
 
 def may_begin_early(request: GenerateRequest) -> bool:
     """Whether a prompt may be computed before decode has reserved, and its first token be told at once: what comes
-    with, or before, the first token is no more than that token, and nobody waits for it to find the prompt's KV at
-    decode, as the other choices of a prompt do."""
-    if request.prompt_group:
-        return False
+    with, or before, the first token is no more than that token."""
     plain = request.structure is None and request.prompt is None and request.pooling is None
     return plain and request.sampling.prompt_logprobs < 0
