@@ -16,7 +16,7 @@ from api_calls import HELLO, client, events, spell
 
 from isthmus_runtime.config import ChatConfig
 from isthmus_runtime.errors import ConfigError, EngineFailed, InvalidRequest, NeverFits, Overloaded, TransferFailed
-from isthmus_runtime.openai import answer, app, job_bounds, responses, score_budget, untold
+from isthmus_runtime.openai import answer, job_bounds, responses, score_budget, untold, works
 from isthmus_runtime.openai.app import read_api_key
 from isthmus_runtime.openai.chat import Conversation
 from isthmus_runtime.openai.sse import ChatFormat, CompletionFormat
@@ -352,9 +352,9 @@ def test_the_text_that_an_answer_holds_is_bounded(serve, run, monkeypatch, strea
 @pytest.mark.parametrize(("prompt", "held"), [("abc", 3), ("ab🙂", 12), ([65, 65, 65], 3)])
 def test_prompts_that_answers_repeat_have_a_budget(serve, run, monkeypatch, prompt, held):
     """As long as it runs a request holds them, 64 MiB for 2,404 bytes of a packed body."""
-    monkeypatch.setattr(app, "_MUCH_ECHO", 0)
+    monkeypatch.setattr(works, "_MUCH_ECHO", 0)
     budget = score_budget.echo_budget()
-    monkeypatch.setattr(app, "echo_budget", lambda: budget)
+    monkeypatch.setattr(works, "echo_budget", lambda: budget)
 
     async def main():
         async with serve(lambda request: [65, 2]) as api, aiohttp.ClientSession() as http:
@@ -371,9 +371,9 @@ def test_prompts_that_answers_repeat_have_a_budget(serve, run, monkeypatch, prom
 
 def test_what_a_request_keeps_of_its_body_has_a_budget(serve, run, monkeypatch):
     """Not the budget of bodies that arrive: requests that wait would leave no room for others'."""
-    monkeypatch.setattr(app, "_MUCH_KEPT", 0)
+    monkeypatch.setattr(works, "_MUCH_KEPT", 0)
     budget = score_budget.kept_budget()
-    monkeypatch.setattr(app, "kept_budget", lambda: budget)
+    monkeypatch.setattr(works, "kept_budget", lambda: budget)
 
     async def main():
         async with serve(lambda request: [65, 2]) as api, aiohttp.ClientSession() as http:
@@ -396,9 +396,9 @@ def test_what_a_request_keeps_of_its_body_has_a_budget(serve, run, monkeypatch):
 
 def test_ids_that_a_request_allows_are_counted_with_its_prompt(serve, run, monkeypatch):
     """65,536 took 2.4 MB of each request that waited."""
-    monkeypatch.setattr(app, "_MANY_TOKENS", 50)
+    monkeypatch.setattr(works, "_MANY_TOKENS", 50)
     budget = score_budget.token_budget()
-    monkeypatch.setattr(app, "token_budget", lambda: budget)
+    monkeypatch.setattr(works, "token_budget", lambda: budget)
 
     async def main():
         async with serve(lambda request: [65, 2]) as api, aiohttp.ClientSession() as http:

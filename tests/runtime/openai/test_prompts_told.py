@@ -14,8 +14,7 @@ from openai import AsyncOpenAI, BadRequestError, DefaultAsyncHttpxClient, RateLi
 from serving import served
 
 from isthmus_runtime.executor.fake import FakeExecutor, expected_scores, expected_tokens
-from isthmus_runtime.openai import answer, job_bounds
-from isthmus_runtime.openai import app as openai_app
+from isthmus_runtime.openai import answer, job_bounds, works
 from isthmus_runtime.openai.app import BODIES, ApiConfig, add_openai_routes
 from isthmus_runtime.openai.prompts import echo_of_ids, echo_of_text
 from isthmus_runtime.openai.score_budget import MAX_HELD, ScoreBudget
@@ -326,8 +325,8 @@ def test_ids_of_many_long_prompts_are_written_beside_the_event_loop(run, stack, 
 def test_scores_of_all_requests_have_one_budget(run, stack, monkeypatch):
     """Each may be small, and hundreds of them gigabytes: who finds no room is told to come again."""
     budget = ScoreBudget()
-    monkeypatch.setattr(openai_app, "ScoreBudget", lambda: budget)
-    monkeypatch.setattr(openai_app, "_MANY_SCORES", 0)
+    monkeypatch.setattr(works, "ScoreBudget", lambda: budget)
+    monkeypatch.setattr(works, "_MANY_SCORES", 0)
     busy = MAX_HELD - 50
 
     async def main():
@@ -370,8 +369,8 @@ def test_scores_that_a_stream_has_told_leave_their_room_to_others(run, stack, mo
                 held.append("ends")
 
     budget = Noted()
-    monkeypatch.setattr(openai_app, "ScoreBudget", lambda: budget)
-    monkeypatch.setattr(openai_app, "_MANY_SCORES", 0)
+    monkeypatch.setattr(works, "ScoreBudget", lambda: budget)
+    monkeypatch.setattr(works, "_MANY_SCORES", 0)
 
     async def main():
         async with stack() as api:
