@@ -260,6 +260,11 @@ def test_linear(rows: int, outputs: int, columns: int) -> None:
     check_linear("triton", "cpu", rows, outputs, columns, BF16, with_bias=outputs == 50)
 
 
+@pytest.mark.parametrize("rows", [2, 16])
+def test_linear_of_few_rows_and_outputs_has_its_columns_in_two_parts(rows: int) -> None:
+    check_linear("triton", "cpu", rows, 70, 2200, BF16, with_bias=True)
+
+
 @pytest.mark.parametrize("columns", [2560, 5120, 6144, 9000])
 def test_linear_of_one_long_row_takes_two_outputs_a_program(columns: int) -> None:
     for outputs in (8, 11):
@@ -309,7 +314,7 @@ def test_moe_of_8_bits(tokens: int, count: int, hidden: int, inner: int) -> None
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 16])
-@pytest.mark.parametrize(("outputs", "columns"), [(64, 1024), (48, 80), (144, 704)])
+@pytest.mark.parametrize(("outputs", "columns"), [(64, 1024), (48, 80), (144, 704), (16, 1040)])
 def test_fp8(rows: int, outputs: int, columns: int) -> None:
     check_fp8("triton", "cpu", rows, outputs, columns, with_bias=outputs == 48)
 

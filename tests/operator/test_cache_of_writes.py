@@ -9,14 +9,8 @@ import pytest
 
 from isthmus_operator.shell import cache
 from isthmus_operator.shell.answers import weight
-from isthmus_operator.shell.cache import (
-    MOST_CHILDREN,
-    MOST_KEPT,
-    MOST_OF_A_POD,
-    MOST_OF_A_SERVICE,
-    MOST_WEIGHT_OF_A_SERVICE,
-    Cache,
-)
+from isthmus_operator.shell.cache import MOST_CHILDREN, MOST_OF_A_SERVICE, MOST_WEIGHT_OF_A_SERVICE, Cache
+from isthmus_operator.shell.kept import MOST_KEPT, MOST_OF_A_POD, keep
 
 KEY = ("ns", "svc")
 
@@ -501,5 +495,5 @@ def test_pods_have_the_room_of_one_service_and_of_one_namespace(
 @pytest.mark.parametrize(("letter", "fits"), [("a", 48), ("\u0142", 24), ("\U0001f600", 12)])
 def test_a_text_takes_what_its_widest_letter_takes_for_each_other_one(letter: str, fits: int) -> None:
     """47 ConfigMaps of one emoji each took four times what was counted."""
-    kept = cache._keep(body(1, kind="ConfigMap", data={"x": "a" * (cache.MOST_KEPT - 2000) + letter}))
+    kept = keep(body(1, kind="ConfigMap", data={"x": "a" * (MOST_KEPT - 2000) + letter}))
     assert kept.data and cache.MOST_WEIGHT_OF_A_SERVICE // kept.weight == fits

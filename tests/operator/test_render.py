@@ -173,6 +173,19 @@ def test_model_sources(source: dict[str, Any], volume: str, fetches: bool) -> No
             assert "initContainers" not in pod
 
 
+def test_what_differs_has_a_folder_of_its_own_in_a_cache() -> None:
+    def folder(source: dict[str, Any]) -> str:
+        (init,) = pod_of(render(service(model={"source": source}), Defaults()), "decode")["spec"]["initContainers"]
+        return str(init["args"][3])
+
+    hub = [{"huggingFace": {"repo": "o/m", "revision": one}} for one in ("main", "a_b", "a/b")]
+    stores = [{"endpoint": "https://a"}, {"endpoint": "https://b"}, {"endpoint": "https://b", "region": "r"}]
+    s3 = [{"s3": {"uri": "s3://o/m", **one}} for one in ({}, *stores)]
+    found = [folder(source) for source in (*hub, *s3)]
+    assert found[:2] + found[3:4] == ["/models/o/m@main", "/models/o/m@a_b", "/models/o/m"]
+    assert len(set(found)) == len(found)
+
+
 def test_secrets_are_mounted_by_reference() -> None:
     hub = {"huggingFace": {"repo": "o/n", "tokenSecretRef": {"name": "hf", "key": "t"}}}
     auth = {"auth": {"apiKeySecretRef": {"name": "keys", "key": "k"}}}

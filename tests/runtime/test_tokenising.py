@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -12,7 +12,7 @@ import pytest
 from isthmus_runtime import tokenising
 from isthmus_runtime.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from isthmus_runtime.request import GenerateRequest, PromptText, SamplingParams
-from isthmus_runtime.tokenising import Tokenising
+from isthmus_runtime.tokenising import LARGE, OF_A_LETTER, Tokenising
 
 LONG = 4097
 DEADLINE_S = 30.0
@@ -110,5 +110,29 @@ def test_too_many_that_wait_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
             assert {type(one.exception()) for one in done} == {Overloaded} and waiting
             for one in waiting:
                 one.cancel()
+
+    run(main)
+
+
+def test_large_texts_wait_until_what_they_take_is_there() -> None:
+    async def main() -> None:
+        begun, some, go = list[str](), threading.Semaphore(0), threading.Event()
+
+        def tokenise(prompt: PromptText) -> Sequence[int]:
+            begun.append(prompt.text[0])
+            some.release()
+            assert go.wait(DEADLINE_S)
+            return [7]
+
+        made = Tokenising(tokenise, most=lambda: 2 * OF_A_LETTER * (LARGE + 1) - 1)
+        sizes = {"a": LARGE + 1, "b": LARGE + 1, "c": LARGE}
+        asked = [asyncio.create_task(made.by_ids(request(name * size, name))) for name, size in sizes.items()]
+        for _ in range(2):
+            assert await asyncio.to_thread(some.acquire, timeout=DEADLINE_S)
+        assert sorted(begun) == ["a", "c"]
+        go.set()
+        for one in asked:
+            assert (await one).prompt_token_ids == (7,)
+        assert made._reserve.used == 0
 
     run(main)

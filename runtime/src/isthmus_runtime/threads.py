@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 
 _log = logging.getLogger(__name__)
 _START_S = 30.0
+
+
+def processors(groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """How many this process may use: those that it may run on, or as many as its control group's time is worth."""
+    able = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with suppress(OSError, ValueError):  # another version of control groups, or "max"
+        quota, period = map(int, (groups / "cpu.max").read_text(encoding="ascii").split())
+        able = min(able, max(1, -(-quota // period)))
+    return able
 
 
 def running_pool(count: int, name: str) -> ThreadPoolExecutor:

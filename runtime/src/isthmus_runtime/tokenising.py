@@ -3,35 +3,46 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from .errors import DeadlineExceeded
 from .loop_share import LoopShare
 from .request import GenerateRequest, PromptText, tokenised
+from .reserve import Reserve
+from .threads import processors
 from .turns import ThreadsInTurns
 
 LONG = 1 << 12
 """Characters; longer prompts are tokenised on a thread."""
 _MOST_WAITING = 1024
+LARGE, OF_A_LETTER = 1 << 16, 400
+"""Characters of a text for which memory is set aside before, and bytes that each may take where nothing cuts it:
+262,144 digits take 101 MiB."""
 _LEAST_S = 0.001
 """A request always has some time: it ends by its deadline like all others."""
-_THREADS = min(16, max(2, os.cpu_count() or 1))
+_THREADS = min(16, max(2, processors()))
 
 
 class Tokenising:
     """Of one process. Belongs to one event loop."""
 
     def __init__(
-        self, tokenise: Callable[[PromptText], Sequence[int]], *, one_by_one: Callable[[], bool] = lambda: False
+        self,
+        tokenise: Callable[[PromptText], Sequence[int]],
+        *,
+        one_by_one: Callable[[], bool] = lambda: False,
+        most: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """`tokenise` raises InvalidRequest. `one_by_one`: of `Turns`."""
+        """`tokenise` raises InvalidRequest. `one_by_one`: of `Turns`. `most`: bytes that large texts may take together
+        on their way, as of `Reserve`."""
         self._tokenise = tokenise
         self._short = LoopShare()
         self._threads = ThreadsInTurns(
             _THREADS, "tokenise", _MOST_WAITING, "prompts wait to be tokenised", one_by_one=one_by_one
         )
+        self._reserve = Reserve(most, _MOST_WAITING, "large prompts wait to be tokenised", self._threads.make_way)
 
     async def by_ids(self, request: GenerateRequest) -> GenerateRequest:
         """`request`, whose prompt is text, by ids, with what is left of its time.
@@ -49,10 +60,17 @@ class Tokenising:
         until = loop.time() + request.timeout_s
         try:
             async with asyncio.timeout_at(until):
-                ids = await self._threads.do(request.whose, self._tokenise, prompt)
+                ids = await self._on_a_thread(request.whose, prompt)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"the request did not end within {request.timeout_s:g} s (--request-timeout): its prompt of "
                 f"{len(prompt.text)} characters waited to be tokenised"
             ) from None
         return replace(tokenised(request, ids), timeout_s=max(_LEAST_S, until - loop.time()))
+
+    async def _on_a_thread(self, whose: str, prompt: PromptText) -> Sequence[int]:
+        if len(prompt.text) <= LARGE:
+            return await self._threads.do(whose, self._tokenise, prompt)
+        takes = OF_A_LETTER * len(prompt.text)
+        await self._reserve.take(whose, takes)
+        return await self._threads.do(whose, self._tokenise, prompt, partial(self._reserve.give_back, takes))

@@ -3,9 +3,9 @@
     here, br0 10.77.0.1 ---+-- eth0 10.77.0.2 router
                            +-- eth0 10.77.0.3 prefill0 ...
 
-`storm.py` enters a fresh namespace first, so nothing of this is in the machine's own network. Cuts are nftables drop
-rules on the victim's side, throttles are token buckets at both ends of its cable, and delays come from a small proxy
-(`slow_wire.py`) that takes over connections opened meanwhile: the kernels this runs on have no `netem`.
+`run_storm.py` enters a fresh namespace first, so nothing of this is in the machine's own network. Cuts are nftables
+drop rules on the victim's side, throttles are token buckets at both ends of its cable, and delays come from a small
+proxy (`slow_wire.py`) that takes over connections opened meanwhile: the kernels this runs on have no `netem`.
 """
 
 from __future__ import annotations

@@ -113,7 +113,8 @@ def test_a_folder_of_a_bucket(bucket: Bucket, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_try_takes_the_whole_files_of_the_one_before(bucket: Bucket, tmp_path: Path) -> None:
-    left = tmp_path / ".m.pod.partial"
+    digest = hashlib.sha256(f"s3://models/tiny of {bucket.endpoint} us-east-1".encode()).hexdigest()[:8]
+    left = tmp_path / f".m.pod.{digest}.partial"
     left.mkdir()
     (left / "model-00001.safetensors").write_bytes(WEIGHTS)
     (left / "model-00002.safetensors").write_bytes(b"not whole")

@@ -11,6 +11,7 @@ import pytest
 from isthmus_runtime.checkpoints import provenance
 from isthmus_runtime.checkpoints.provenance import (
     SOURCE_FILE,
+    Origin,
     pinned_revision,
     read_provenance,
     record_files,
@@ -24,16 +25,16 @@ from isthmus_runtime.errors import WeightsError
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"weights" * 100)
-    record_files(tmp_path, "hf://owner/name", revision="main", commit="c" * 40)
+    record_files(tmp_path, Origin(source="hf://owner/name", revision="main"), commit="c" * 40)
     return tmp_path
 
 
 def test_what_has_no_commit_is_named_by_its_files(folder: Path) -> None:
-    record_files(folder, "s3://bucket/prefix")
+    record_files(folder, Origin(source="s3://bucket/prefix"))
     first = pinned_revision(folder)
     assert first.startswith("files:")
     flip(folder / "model.safetensors")
-    record_files(folder, "s3://bucket/prefix")
+    record_files(folder, Origin(source="s3://bucket/prefix"))
     assert pinned_revision(folder) != first
 
 
@@ -124,7 +125,7 @@ def test_links_and_other_bytes_than_the_source_named_are_not_recorded(tmp_path: 
     (tmp_path / "config.json").symlink_to("/etc/passwd")
     (tmp_path / "model.safetensors").write_bytes(b"x")
     with pytest.raises(WeightsError) as caught:
-        record_files(tmp_path, "hf://o/n", expected={"model.safetensors": "0" * 64})
+        record_files(tmp_path, Origin(source="hf://o/n"), expected={"model.safetensors": "0" * 64})
     assert "config.json is not a plain file" in caught.value.problems[0]
     assert "its source says 0000" in caught.value.problems[1]
     assert not (tmp_path / SOURCE_FILE).exists()

@@ -15,7 +15,7 @@ import pytest
 import torch
 from fake_device import FakeDevice
 
-from isthmus_runtime.checkpoints.provenance import record_files
+from isthmus_runtime.checkpoints.provenance import Origin, record_files
 from isthmus_runtime.commands.draft_model import load_drafts
 from isthmus_runtime.config import ModelConfig, SchedulerConfig
 from isthmus_runtime.engine import drafts, scheduler
@@ -216,7 +216,7 @@ def test_a_draft_model_whose_files_were_changed_is_refused(tmp_path: Path) -> No
     for name in ("served", "draft"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "tokenizer.json").write_text('{"model": {}}')
-    record_files(tmp_path / "draft", "hf://owner/name")
+    record_files(tmp_path / "draft", Origin(source="hf://owner/name"))
     (tmp_path / "draft" / "tokenizer.json").write_text('{"model": {} }')
     with pytest.raises(WeightsError, match="14 bytes, 13 were downloaded"):
         load_drafts(tmp_path / "draft", ModelConfig(path=str(tmp_path / "served")), block_size=4, max_model_len=None)

@@ -20,8 +20,8 @@ from tokenizers.models import BPE
 from isthmus_runtime.errors import ConfigError, EngineFailed, InvalidRequest, Overloaded
 from isthmus_runtime.openai import tokenizer as tokenizer_module
 from isthmus_runtime.openai import words
-from isthmus_runtime.openai.answer import together
 from isthmus_runtime.openai.bounds import cut, growth, is_steady, may_cut, token_bound
+from isthmus_runtime.openai.together import together
 from isthmus_runtime.openai.tokenizer import Tokenizer as ModelTokenizer
 from isthmus_runtime.openai.tokenizer import TooManyTokens
 from isthmus_runtime.openai.words import cuts_at_words

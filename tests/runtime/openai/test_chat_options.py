@@ -17,7 +17,7 @@ from isthmus_runtime.openai.chat import Conversation
 from isthmus_runtime.openai.tokenizer import Tokenizer
 from isthmus_runtime.openai.tool_grammar import after_thought, calls_grammar
 from isthmus_runtime.openai.tool_prompt import in_plain_text
-from isthmus_runtime.request import Structure
+from isthmus_runtime.request import FinishReason, Structure, TokenChunk
 from isthmus_runtime.structured.checker import Checker
 
 LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -68,6 +68,29 @@ def test_calls_of_tools(serve, run, caller):
             none = (await c.chat.completions.create(**ask, tool_choice="none")).choices[0]
             assert CALL in none.message.content and none.message.tool_calls is None
             assert '"look"' not in caller.decode(api.backend.requests[-1].prompt_token_ids)
+
+    run(main())
+
+
+@pytest.mark.parametrize("together", [1, 3, 200])
+def test_nothing_after_the_one_call_is_told_or_counted(serve, run, caller, together):
+    """However many tokens come at a time."""
+    ids = caller.encode(f"I look.\n{CALL} and more\n{CALL} and more")
+    until = next(n for n in range(len(ids)) if "</tool_call>" in caller.decode(ids[:n]))
+
+    def script(_):
+        for begin in range(0, len(ids), together):
+            last = begin + together >= len(ids)
+            yield TokenChunk(tuple(ids[begin : begin + together]), finish_reason=FinishReason.STOP if last else None)
+
+    async def main():
+        async with serve(script, used=caller) as api, client(api) as c:
+            api.backend.max_model_len = 2000
+            got = await c.chat.completions.create(
+                model="tiny", messages=HELLO, tools=[LOOK], max_tokens=400, parallel_tool_calls=False
+            )
+            assert got.choices[0].message.content == "I look." and len(got.choices[0].message.tool_calls) == 1
+            assert got.usage.completion_tokens == until
 
     run(main())
 
@@ -129,7 +152,7 @@ def test_reasoning(serve, run, caller):
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_is_held_back_of_an_answer_is_bounded(serve, run, caller, monkeypatch, text, stream):
     """A call that never ends, and white space after which more may come."""
-    monkeypatch.setattr(untold, "MAX_OF_AN_ANSWER", 4)
+    monkeypatch.setattr(untold, "MAX_OF_AN_ANSWER", 16)
 
     async def main():
         for size, fits in ((50, True), (400, False)):

@@ -19,7 +19,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as HfTokenizer
 
 from isthmus_runtime.errors import EngineFailed, Overloaded
-from isthmus_runtime.openai import app, ranking
+from isthmus_runtime.openai import ranking, works
 from isthmus_runtime.openai.batches import WIDTH
 from isthmus_runtime.openai.embeddings import numbers
 from isthmus_runtime.openai.ranking import INSTRUCTION
@@ -189,12 +189,19 @@ def test_an_answer_that_would_be_too_large(serve, run):
     [("vector_budget", 7, "8 numbers of vectors: requests that"), ("token_budget", 1, "2 tokens of prompts: requests")],
 )
 def test_what_all_requests_hold_has_a_budget(serve, run, monkeypatch, path, body, name, left, text):
+    """In which small ones are not counted, so that nobody keeps them out."""
+
     async def main():
-        budget = getattr(app, name)()
-        monkeypatch.setattr(app, name, lambda: budget)
+        budget = getattr(works, name)()
+        monkeypatch.setattr(works, name, lambda: budget)
         async with serve(embed) as api:
             api.backend.task = EMBEDS
             with budget.holding({"vector_budget": MAX_NUMBERS_HELD, "token_budget": MAX_TOKENS_HELD}[name] - left):
+                status, answer = await post(api, path, body)
+                assert status == 200, answer
+                api.backend.requests.clear()
+                for many in ("_MANY_NUMBERS", "_MANY_TOKENS"):
+                    monkeypatch.setattr(works, many, 0)
                 status, answer = await post(api, path, body)
                 assert status == 429 and text in answer["error"]["message"], answer
                 assert not api.backend.requests
@@ -507,7 +514,7 @@ def test_an_engine_that_breaks_off_is_an_error(serve, run):
 
 
 def test_one_client_leaves_room_for_the_largest_request_of_another():
-    budget = app.ScoreBudget(40, 10, "things")
+    budget = works.ScoreBudget(40, 10, "things")
     with budget.holding(10, "a"), budget.holding(20, "a"):
         with pytest.raises(Overloaded, match="those of one client 30"), budget.holding(1, "a"):
             pass
@@ -518,9 +525,9 @@ def test_one_client_leaves_room_for_the_largest_request_of_another():
 
 def test_long_prompts_of_generations_have_the_same_budget(serve, run, monkeypatch):
     async def main():
-        budget = app.token_budget()
-        monkeypatch.setattr(app, "token_budget", lambda: budget)
-        monkeypatch.setattr(app, "_MANY_TOKENS", 3)
+        budget = works.token_budget()
+        monkeypatch.setattr(works, "token_budget", lambda: budget)
+        monkeypatch.setattr(works, "_MANY_TOKENS", 3)
         async with serve(lambda request: [5]) as api:
             with budget.holding(MAX_TOKENS_HELD - 7):
                 for prompt, expected in (([1, 2, 3], 200), ([1, 2, 3, 4], 200), ([[1, 2, 3, 4]] * 2, 429)):

@@ -16,7 +16,7 @@ from api_calls import HELLO, client, events, spell
 
 from isthmus_runtime.config import ChatConfig
 from isthmus_runtime.errors import ConfigError, EngineFailed, InvalidRequest, NeverFits, Overloaded, TransferFailed
-from isthmus_runtime.openai import answer, app, plan, responses, score_budget, untold
+from isthmus_runtime.openai import answer, job_bounds, responses, score_budget, untold, works
 from isthmus_runtime.openai.app import read_api_key
 from isthmus_runtime.openai.chat import Conversation
 from isthmus_runtime.openai.sse import ChatFormat, CompletionFormat
@@ -239,12 +239,13 @@ def test_stop_string_ends_the_backend(serve, run, tokenizer, streamed):
     run(main())
 
 
+@pytest.mark.parametrize("last", [FinishReason.LENGTH, FinishReason.STOP])
 @pytest.mark.parametrize("logprobs", [None, 0])
-def test_tokens_after_a_stop_string_do_not_count_when_they_come_with_it(serve, run, tokenizer, logprobs):
+def test_tokens_after_a_stop_string_do_not_count_when_they_come_with_it(serve, run, tokenizer, logprobs, last):
     async def main():
-        ids = tokenizer.encode("The fox jumps STOP here and there")
+        ids = tokenizer.encode("The fox jumps STOP here and there") + ([2] if last is FinishReason.STOP else [])
         entries = tuple(TokenLogprobs(i, -0.5) for i in ids) if logprobs is not None else ()
-        chunk = TokenChunk(token_ids=tuple(ids), logprobs=entries, finish_reason=FinishReason.LENGTH)
+        chunk = TokenChunk(token_ids=tuple(ids), logprobs=entries, finish_reason=last)
         async with serve(lambda _: [chunk]) as api, client(api) as c:
             got = await c.completions.create(
                 model="tiny", prompt="x", stop="STOP", logprobs=logprobs, extra_body={"return_token_ids": True}
@@ -253,6 +254,8 @@ def test_tokens_after_a_stop_string_do_not_count_when_they_come_with_it(serve, r
             assert (told.text, told.finish_reason) == ("The fox jumps ", "stop")
             until = next(n for n in range(len(ids)) if "STOP" in tokenizer.decode(ids[:n]))
             assert told.token_ids == ids[:until] and got.usage.completion_tokens == until < len(ids)
+            if logprobs is not None:
+                assert "".join(told.logprobs.tokens) in "The fox jumps STOP", "the end is behind the stop string"
 
     run(main())
 
@@ -349,9 +352,9 @@ def test_the_text_that_an_answer_holds_is_bounded(serve, run, monkeypatch, strea
 @pytest.mark.parametrize(("prompt", "held"), [("abc", 3), ("ab🙂", 12), ([65, 65, 65], 3)])
 def test_prompts_that_answers_repeat_have_a_budget(serve, run, monkeypatch, prompt, held):
     """As long as it runs a request holds them, 64 MiB for 2,404 bytes of a packed body."""
-    monkeypatch.setattr(app, "_MUCH_ECHO", 0)
+    monkeypatch.setattr(works, "_MUCH_ECHO", 0)
     budget = score_budget.echo_budget()
-    monkeypatch.setattr(app, "echo_budget", lambda: budget)
+    monkeypatch.setattr(works, "echo_budget", lambda: budget)
 
     async def main():
         async with serve(lambda request: [65, 2]) as api, aiohttp.ClientSession() as http:
@@ -368,9 +371,9 @@ def test_prompts_that_answers_repeat_have_a_budget(serve, run, monkeypatch, prom
 
 def test_what_a_request_keeps_of_its_body_has_a_budget(serve, run, monkeypatch):
     """Not the budget of bodies that arrive: requests that wait would leave no room for others'."""
-    monkeypatch.setattr(app, "_MUCH_KEPT", 0)
+    monkeypatch.setattr(works, "_MUCH_KEPT", 0)
     budget = score_budget.kept_budget()
-    monkeypatch.setattr(app, "kept_budget", lambda: budget)
+    monkeypatch.setattr(works, "kept_budget", lambda: budget)
 
     async def main():
         async with serve(lambda request: [65, 2]) as api, aiohttp.ClientSession() as http:
@@ -393,9 +396,9 @@ def test_what_a_request_keeps_of_its_body_has_a_budget(serve, run, monkeypatch):
 
 def test_ids_that_a_request_allows_are_counted_with_its_prompt(serve, run, monkeypatch):
     """65,536 took 2.4 MB of each request that waited."""
-    monkeypatch.setattr(app, "_MANY_TOKENS", 50)
+    monkeypatch.setattr(works, "_MANY_TOKENS", 50)
     budget = score_budget.token_budget()
-    monkeypatch.setattr(app, "token_budget", lambda: budget)
+    monkeypatch.setattr(works, "token_budget", lambda: budget)
 
     async def main():
         async with serve(lambda request: [65, 2]) as api, aiohttp.ClientSession() as http:
@@ -456,8 +459,8 @@ def test_what_a_stream_tells_again_at_its_end_is_bounded(serve, run, monkeypatch
 )
 def test_what_all_choices_carry_is_bounded(serve, run, monkeypatch, more, name):
     """333 KB of ids in 128 choices became 128 bodies of 333 KB between router and engine."""
-    monkeypatch.setattr(plan, "MAX_COPIED_IDS", 700)
-    monkeypatch.setattr(plan, "MAX_COPIED_TEXT", 1000)
+    monkeypatch.setattr(job_bounds, "MAX_COPIED_IDS", 700)
+    monkeypatch.setattr(job_bounds, "MAX_COPIED_TEXT", 1000)
 
     async def main():
         async with serve(lambda request: [65, 2]) as api:

@@ -14,8 +14,7 @@ from openai import AsyncOpenAI, BadRequestError, DefaultAsyncHttpxClient, RateLi
 from serving import served
 
 from isthmus_runtime.executor.fake import FakeExecutor, expected_scores, expected_tokens
-from isthmus_runtime.openai import answer, plan
-from isthmus_runtime.openai import app as openai_app
+from isthmus_runtime.openai import answer, job_bounds, works
 from isthmus_runtime.openai.app import BODIES, ApiConfig, add_openai_routes
 from isthmus_runtime.openai.prompts import echo_of_ids, echo_of_text
 from isthmus_runtime.openai.score_budget import MAX_HELD, ScoreBudget
@@ -202,7 +201,7 @@ def test_what_cannot_be_told_is_refused(run, stack, body, param):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_repeated_prompts_are_bounded_over_all_choices(run, stack, monkeypatch, stream):
-    monkeypatch.setattr(plan, "MAX_ECHO", 44)
+    monkeypatch.setattr(job_bounds, "MAX_ECHO", 44)
 
     async def main():
         async with stack() as api:
@@ -326,7 +325,8 @@ def test_ids_of_many_long_prompts_are_written_beside_the_event_loop(run, stack, 
 def test_scores_of_all_requests_have_one_budget(run, stack, monkeypatch):
     """Each may be small, and hundreds of them gigabytes: who finds no room is told to come again."""
     budget = ScoreBudget()
-    monkeypatch.setattr(openai_app, "ScoreBudget", lambda: budget)
+    monkeypatch.setattr(works, "ScoreBudget", lambda: budget)
+    monkeypatch.setattr(works, "_MANY_SCORES", 0)
     busy = MAX_HELD - 50
 
     async def main():
@@ -369,7 +369,8 @@ def test_scores_that_a_stream_has_told_leave_their_room_to_others(run, stack, mo
                 held.append("ends")
 
     budget = Noted()
-    monkeypatch.setattr(openai_app, "ScoreBudget", lambda: budget)
+    monkeypatch.setattr(works, "ScoreBudget", lambda: budget)
+    monkeypatch.setattr(works, "_MANY_SCORES", 0)
 
     async def main():
         async with stack() as api:

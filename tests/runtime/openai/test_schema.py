@@ -20,14 +20,15 @@ from isthmus_runtime.openai.ranking import RerankRequest
 from isthmus_runtime.openai.schema import parse_chat, parse_completion
 from isthmus_runtime.request import Structure
 
+LEAST = {"model": "m", "prompt": "p"}, {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
 
 def completion(**fields):
-    return parse_completion(json.dumps({"model": "m", "prompt": "p", **fields}).encode())
+    return parse_completion(json.dumps({**LEAST[0], **fields}).encode())
 
 
 def chat(**fields):
-    messages = [{"role": "user", "content": "hi"}]
-    return parse_chat(json.dumps({"model": "m", "messages": messages, **fields}).encode())
+    return parse_chat(json.dumps({**LEAST[1], **fields}).encode())
 
 
 NEUTRAL_BOTH = {
@@ -390,11 +391,12 @@ def test_logit_options_that_cannot_be(given, structured, words):
     ],
 )
 def test_what_is_large_and_wrong_is_refused_by_its_size(given, words):
-    for parse in (completion, chat):
+    for parse, least in zip((parse_completion, parse_chat), LEAST, strict=True):
+        body = json.dumps({**least, **given}).encode()
         tracemalloc.start()
         try:
             with pytest.raises(InvalidRequest, match=words):
-                parse(**given)
+                parse(body)
             assert tracemalloc.get_traced_memory()[1] < 30 << 20
         finally:
             tracemalloc.stop()
@@ -570,3 +572,16 @@ def test_no_more_unknown_fields_of_a_message_are_kept_than_are_told():
 def test_logit_bias_takes_token_ids(key):
     with pytest.raises(InvalidRequest, match=r"logit_bias.*is not a token id"):
         completion(logit_bias={key: 1})
+
+
+@pytest.mark.parametrize("numbers", [[0.5] * 350_000, list(range(200_000))], ids=["floats", "ids"])
+def test_arguments_as_an_object_are_bounded_as_their_text_is(numbers):
+    """A template writes them at once, and nothing else runs meanwhile: 0.4 s for a million."""
+    for arguments, fits in ({"a": numbers}, False), ({"a": numbers[:1000]}, True):
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        asked = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        if fits:
+            assert conversation(asked)
+            continue
+        with pytest.raises(InvalidRequest, match=r"arguments: more than 1048576 characters as JSON"):
+            conversation(asked)

@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 
 from isthmus_runtime.errors import EngineFailed, Overloaded
+from isthmus_runtime.router import resolving
 from isthmus_runtime.router.resolving import resolve_all
 
 
@@ -209,6 +210,22 @@ def test_routes(rig, run, kit):
                 assert "warming up" in (await answer.json())["error"]["message"]
             async with session.get(r.url + "/health") as answer:
                 assert answer.status == 200
+
+    run(main())
+
+
+def test_a_router_asks_for_services_of_its_own_namespace(run, monkeypatch):
+    async def main():
+        asked = []
+
+        async def getaddrinfo(host, *args, **more):
+            asked.append(host)
+            return []
+
+        asyncio.get_running_loop().getaddrinfo = getaddrinfo
+        monkeypatch.setattr(resolving, "absolute", lambda host: f"{host}.own.svc.cluster.local.")
+        assert await resolve_all("chat-decode", 80) == set()
+        assert asked == ["chat-decode.own.svc.cluster.local."]
 
     run(main())
 

@@ -736,9 +736,10 @@ def test_engines_of_an_older_version_are_asked_one_after_the_other(rig, run, kit
     run(main())
 
 
-@pytest.mark.parametrize("why", ["others", "full", "scores", "structure"])
+@pytest.mark.parametrize("why", ["others", "full", "scores", "structure", "choices"])
 def test_who_waits_for_decode_s_word_all_the_same(rig, run, kit, why):
-    """Decode has no room as far as the router knows (docs/adr/0006), or more than a token comes with the first."""
+    """Decode has no room as far as the router knows (docs/adr/0006), or more than a token comes with the first, or
+    other choices of the prompt begin with its first token, and would not find its KV at decode."""
 
     async def main():
         prefill, decode = pair_that_begins_early(kit)
@@ -748,6 +749,8 @@ def test_who_waits_for_decode_s_word_all_the_same(rig, run, kit, why):
             wanted = replace(wanted, sampling=replace(wanted.sampling, prompt_logprobs=0))
         if why == "structure":
             wanted = replace(wanted, structure=Structure(kind="regex", text="a"))
+        if why == "choices":
+            wanted = replace(wanted, prompt_group="a")
         async with rig(prefill, decode) as r:
             assert ids(await kit.collect(r.backend, wanted)) == [7, 8, 9]
             assert prefill.prefills[0].ticket is not None

@@ -12,8 +12,12 @@ from isthmus_kernels.fp8_linear import reference
 from isthmus_kernels.fp8_linear.reference import LARGEST, ScaledWeight
 
 MOST_ROWS = 16
-# Outputs per multiprocessor up to which a weight is short.
-_SHORT = 128
+# Outputs per multiprocessor up to which a program takes two for one row, and four for longer weights.
+_SHORT = 32
+# Columns of one row up to which scalar products are as fast as the tensor cores with the rounding that these need.
+_SCALAR_COLUMNS = 16384
+# Outputs that a program takes for few rows.
+_FEW = 64
 _E4M3 = torch.float8_e4m3fn
 # Torch's scaled product takes sides that are multiples of this.
 _SIDE = 16
@@ -44,6 +48,7 @@ def _one_row(
     columns,
     OUTPUTS: tl.constexpr,
     PIECE: tl.constexpr,
+    PIECES: tl.constexpr,
     EVEN: tl.constexpr,
     BIAS: tl.constexpr,
 ):
@@ -51,8 +56,9 @@ def _one_row(
     real = output < outputs
     source = weight + output.to(tl.int64)[:, None] * columns
     acc = tl.zeros([OUTPUTS, PIECE], tl.float32)
-    for base in range(0, columns, PIECE):
-        column = base + tl.arange(0, PIECE)
+    # Unrolled, as the product of one row with 16-bit weights.
+    for piece in tl.static_range(PIECES):
+        column = piece * PIECE + tl.arange(0, PIECE)
         if EVEN:
             value = tl.load(x + column)
             factor = tl.load(source + column[None, :], mask=real[:, None], other=0.0)
@@ -150,16 +156,23 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     return rounded, scales
 
 
-def _tall(held: ScaledWeight, device: torch.device) -> bool:
-    """Say whether there are programs enough without splitting the columns."""
-    return held.weight.shape[0] > _SHORT * multiprocessors(device)
+def few_rows_form(outputs: int, columns: int, processors: int) -> tuple[int, int, int]:
+    """Columns of a piece, parts of the columns and stages of a program's loads, for the product of few rows: as many
+    stages as leave room for all programs at once. Measured on an H200 (runtime/bench/LOG.md)."""
+    groups = triton.cdiv(outputs, _FEW)
+    parts = 2 if 3 * groups <= processors and columns > 512 else 1
+    for rounds, stages in ((1, 6), (2, 4), (3, 3)):
+        if groups * parts <= rounds * processors:
+            return 256, parts, stages
+    return 128, 1, 6
 
 
 def multiply_one(x: Tensor, held: ScaledWeight, out: Tensor) -> None:
     """Write the product of one row, which stays unrounded: every thread streams its share of the weight."""
     outputs, columns = held.weight.shape
-    piece = min(2048, power_of_two(columns, 16))
-    _one_row[(triton.cdiv(outputs, 4),)](
+    group = 2 if outputs <= _SHORT * multiprocessors(x.device) else 4
+    piece = min(512, power_of_two(columns, 16))
+    _one_row[(triton.cdiv(outputs, group),)](
         out,
         x,
         held.weight,
@@ -167,22 +180,20 @@ def multiply_one(x: Tensor, held: ScaledWeight, out: Tensor) -> None:
         held.scale if held.bias is None else held.bias,
         outputs,
         columns,
-        OUTPUTS=4,
+        OUTPUTS=group,
         PIECE=piece,
+        PIECES=triton.cdiv(columns, piece),
         EVEN=columns % piece == 0,
         BIAS=held.bias is not None,
-        num_warps=4,
+        num_warps=2,
     )
 
 
 def multiply_few(x: Tensor, held: ScaledWeight, out: Tensor) -> None:
     """Write the product of up to 16 rows by tensor cores, the columns shared among several programs."""
     outputs, columns = held.weight.shape
-    # Measured on an H200 (runtime/bench/LOG.md), as are the stages below.
-    tall = _tall(held, x.device)
-    per_program, piece = 64, 128 if tall else 256
-    groups = triton.cdiv(outputs, per_program)
-    parts = 2 if columns > 2 * piece and not tall else 1
+    groups = triton.cdiv(outputs, _FEW)
+    piece, parts, stages = few_rows_form(outputs, columns, multiprocessors(x.device))
     span = triton.cdiv(triton.cdiv(columns, parts), piece) * piece
     parts = triton.cdiv(columns, span)
     rounded, x_scales = quantize(x)
@@ -193,7 +204,7 @@ def multiply_few(x: Tensor, held: ScaledWeight, out: Tensor) -> None:
         held.weight,
         held.scale,
         held.scale if held.bias is None else held.bias,
-        scratch("fp8 partial", x.device, (parts, outputs, MOST_ROWS), torch.float32),
+        scratch("fp8 partial", x.device, (parts, outputs, MOST_ROWS) if parts > 1 else (1,), torch.float32),
         scratch("fp8 arrived", x.device, (groups,), torch.int32),
         x.shape[0],
         outputs,
@@ -201,13 +212,13 @@ def multiply_few(x: Tensor, held: ScaledWeight, out: Tensor) -> None:
         span,
         out.stride(0),
         M=MOST_ROWS,
-        OUTPUTS=per_program,
+        OUTPUTS=_FEW,
         PIECE=piece,
         PARTS=parts,
-        EVEN=columns % piece == 0 and outputs % per_program == 0,
+        EVEN=columns % piece == 0 and outputs % _FEW == 0,
         BIAS=held.bias is not None,
         num_warps=4,
-        num_stages=6 if tall else 4,
+        num_stages=stages,
     )
 
 
@@ -250,8 +261,7 @@ class Fp8Weight:
             raise ValueError(f"out: expected {x.dtype} {shape}, got {out.dtype} {tuple(out.shape)}")
         if x.stride(1) != 1:
             raise ValueError(f"x: expected contiguous rows, got strides {x.stride()}")
-        # One row of x against a tall weight is bound by the conversion of 8-bit floats, which tensor cores do not need.
-        if rows == 1 and not _tall(self.held, x.device):
+        if rows == 1 and self.held.weight.shape[1] <= _SCALAR_COLUMNS:
             multiply_one(x, self.held, out)
         elif 0 < rows <= MOST_ROWS:
             multiply_few(x, self.held, out)

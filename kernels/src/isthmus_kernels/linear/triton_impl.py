@@ -16,8 +16,10 @@ from isthmus_kernels.rms_norm.triton_impl import add_parts_rms_norm, rms_norm
 MOST_ROWS = 16
 # Rows, and outputs, that a multiprocessor takes at once in cuBLAS's products.
 _TILE = 128
-# Outputs per multiprocessor up to which a weight is short.
-_SHORT = 32
+# Outputs per multiprocessor above which few rows are cuBLAS's: a head's, which are no faster in an engine.
+_TALL = 512
+# Outputs and columns that a program takes at once for few rows.
+_FEW = (64, 128)
 _LEAST_PIECE = 1024
 _DTYPES = frozenset({torch.bfloat16, torch.float16})
 
@@ -158,15 +160,26 @@ def multiply_one(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
     )
 
 
-def multiply_few(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Write ``x @ weight.T + bias`` of up to 16 rows by tensor cores, the columns shared among several programs."""
-    outputs, columns = weight.shape
-    per_program, piece = 32, 128
+def few_rows_form(outputs: int, columns: int, processors: int) -> tuple[int, int]:
+    """Parts of the columns, and stages of a program's loads, for the product of few rows. Measured on an H200
+    (runtime/bench/LOG.md)."""
+    per_program, piece = _FEW
     groups = triton.cdiv(outputs, per_program)
-    parts = 2 if columns > 2 * piece else 1
+    parts = 2 if 2 * groups <= processors and columns > 16 * piece else 1
+    # Of five stages a multiprocessor has room for two programs, of three for three: where then all run at once.
+    return parts, 3 if 2 * processors < groups <= 3 * processors else 5
+
+
+def multiply_few(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Write ``x @ weight.T + bias`` of up to 16 rows by tensor cores; two programs share columns of a short weight."""
+    outputs, columns = weight.shape
+    per_program, piece = _FEW
+    groups = triton.cdiv(outputs, per_program)
+    parts, stages = few_rows_form(outputs, columns, multiprocessors(x.device))
     span = triton.cdiv(triton.cdiv(columns, parts), piece) * piece
     parts = triton.cdiv(columns, span)
-    partial = scratch("linear partial", x.device, (parts, outputs, MOST_ROWS), torch.float32)
+    room = (parts, outputs, MOST_ROWS) if parts > 1 else (1,)
+    partial = scratch("linear partial", x.device, room, torch.float32)
     arrived = scratch("linear arrived", x.device, (groups,), torch.int32)
     _few_rows[(groups, parts)](
         out,
@@ -189,7 +202,7 @@ def multiply_few(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
         EVEN=columns % piece == 0 and outputs % per_program == 0,
         BIAS=bias is not None,
         num_warps=4,
-        num_stages=5,
+        num_stages=stages,
     )
 
 
@@ -218,8 +231,7 @@ class SkinnyWeight:
         weight, bias = self.plain.weight, self.plain.bias
         rows = x.shape[0]
         alike = batch_invariance.required(x.device)
-        # Measured on an H200 (runtime/bench/LOG.md): cuBLAS reads a tall weight as fast for two rows or more.
-        tall = weight.shape[0] > _SHORT * multiprocessors(x.device)
+        tall = weight.shape[0] > _TALL * multiprocessors(x.device)
         few = 0 < rows <= MOST_ROWS and (rows == 1 or not tall) and x.dtype in _DTYPES and x.stride(1) == 1
         if not few and not (alike and rows > 0):
             return self.plain.apply(x, out)

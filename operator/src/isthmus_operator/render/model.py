@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import sha256
 from posixpath import basename, normpath
 from typing import Any
 
@@ -58,7 +59,7 @@ def _fetched(service: InferenceService, *, image: str, deadline: str, tokenizer_
     if source.hugging_face:
         hub = source.hugging_face
         # The revision is part of the folder, so that a shared cache keeps several side by side.
-        path = f"{root}/{hub.repo}@{hub.revision.replace('/', '_')}"
+        path = f"{root}/{hub.repo}@{_one_name(hub.revision)}"
         args += [f"hf://{hub.repo}@{hub.revision}", path]
         if hub.token_secret_ref:
             ref = hub.token_secret_ref
@@ -68,6 +69,9 @@ def _fetched(service: InferenceService, *, image: str, deadline: str, tokenizer_
         bucket = source.s3
         assert bucket is not None, "validation lets exactly one source through"
         path = f"{root}/{bucket.uri.removeprefix('s3://').rstrip('/')}"
+        if bucket.endpoint:
+            # Another server may have something else by that name.
+            path += "@" + _digest(f"{bucket.endpoint} {bucket.region or ''}")
         args += [bucket.uri, path]
         if bucket.endpoint:
             args += ["--s3-endpoint", bucket.endpoint]
@@ -97,6 +101,15 @@ def _fetched(service: InferenceService, *, image: str, deadline: str, tokenizer_
         mounts=[{**mounts[0], "readOnly": True}],
         init_containers=[init],
     )
+
+
+def _one_name(revision: str) -> str:
+    """For a folder."""
+    return revision if "/" not in revision else f"{revision.replace('/', '_')}-{_digest(revision)}"
+
+
+def _digest(text: str) -> str:
+    return sha256(text.encode()).hexdigest()[:10]
 
 
 def _cache(service: InferenceService) -> dict[str, Any]:

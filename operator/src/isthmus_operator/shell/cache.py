@@ -11,42 +11,21 @@ is kept but that it is there, so that nobody fills the operator's memory with hi
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import zlib
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-from ..api.v1alpha1 import API_VERSION
-from ..plan.ownership import TEMPLATE_MARK
-from ..render.names import READ_LABELS, SERVICE_LABEL
-from .answers import MOST_NAME, weight_of_dumped
+from ..render.names import SERVICE_LABEL
+from .kept import SERVICE, Budget, Kept, Object, body_of, keep
 
-Object = dict[str, Any]
 Key = tuple[str, str]
 """Namespace and name of a service."""
 Name = tuple[str, str]
 """Kind and name of an object."""
 
-SERVICE = "InferenceService"
 LAG_S = 30.0
 """A watch that is further behind than this is broken, and then the newest of what is known is as good as anything."""
 
-_META = (
-    "name",
-    "namespace",
-    "uid",
-    "generation",
-    "labels",
-    "annotations",
-    "ownerReferences",
-    "creationTimestamp",
-    "deletionTimestamp",
-)
-MOST_KEPT = 512 * 1024
-"""Characters of a child. The largest that a spec can ask for, with a `podPatch` in it, has fewer than 400 KiB."""
-MOST_OF_A_POD = 32 * 1024
-"""The same of a pod, of which no spec is kept. One of two containers has 3 KiB."""
 MOST_OF_A_SERVICE = 1024 * 1024
 """Compressed bytes of a service's children but pods. Those of the largest spec, in three revisions, have half of it."""
 MOST_WEIGHT_OF_A_SERVICE = 24 * 1024 * 1024
@@ -62,38 +41,14 @@ does not exist. Ten thousand pods have 6 MB."""
 MOST_OF_SERVICES = 8 * 1024 * 1024
 """Compressed bytes of all services of a namespace. Thousands of usual ones; of the largest that are admitted, full of
 letters that do not compress, twenty."""
-_MOST_OWNERS = 16
-_POD_STATUS = ("phase", "reason", "message", "podIP")
-_POD_CONDITION = ("type", "status", "reason", "message", "lastTransitionTime")
-_POD_CONTAINER = ("name", "ready", "started", "state", "lastState")
-_MOST_TEXT = 1024
-"""Characters of what a container or a condition says."""
-
 _log = logging.getLogger(__name__)
-Budget = tuple[int, int, int]
-"""Compressed bytes, bytes as Python objects, and how many objects: what there is, or may be at most."""
 _UNBOUNDED = 1 << 62
-
-
-class _Kept(NamedTuple):
-    """One object. data: without the resource version, so that equal data means that nothing has changed; empty for one
-    that no service can have made. weight: bytes that it takes when it is looked at."""
-
-    uid: str
-    version: int
-    data: bytes
-    weight: int = 0
-
-    @property
-    def budget(self) -> Budget:
-        """What it takes of what a service may have."""
-        return (len(self.data), self.weight, 1) if self.data else (0, 0, 0)
 
 
 class Children:
     """Objects of one service, which are many: not made before they are called for, on whichever thread."""
 
-    def __init__(self, kept: list[_Kept]) -> None:
+    def __init__(self, kept: list[Kept]) -> None:
         self._kept = kept
 
     @property
@@ -102,7 +57,7 @@ class Children:
         return sum(kept.weight for kept in self._kept)
 
     def __call__(self) -> list[Object]:
-        return [_body(kept) for kept in self._kept]
+        return [body_of(kept) for kept in self._kept]
 
 
 class Cache:
@@ -118,13 +73,13 @@ class Cache:
         self._changed = changed
         self._edited = edited
         self._removed = removed
-        self._watched: dict[Key, dict[Name, _Kept]] = {}
+        self._watched: dict[Key, dict[Name, Kept]] = {}
         self._used: dict[tuple[str, ...], Budget] = {}
         """Of each purse, all `budget`s together."""
         self._places: dict[str, tuple[Key, Name]] = {}
         self._ready: dict[Key, bool] = {}
         self._generations: dict[Key, int] = {}
-        self._written: dict[Key, dict[Name, tuple[float, _Kept]]] = {}
+        self._written: dict[Key, dict[Name, tuple[float, Kept]]] = {}
         self._deleted: dict[str, tuple[float, int]] = {}
         self._gone: dict[str, tuple[float, int]] = {}
 
@@ -135,7 +90,7 @@ class Cache:
         if key not in self:
             return None
         found = self._newest(key).get((SERVICE, key[1]))
-        return _body(found) if found is not None and found.data else None
+        return body_of(found) if found is not None and found.data else None
 
     def left_out(self, key: Key) -> bool:
         """Whether there is such a service, and nothing is kept of it: others of its namespace have all the room."""
@@ -171,7 +126,7 @@ class Cache:
         elif "resourceVersion" in body["metadata"]:
             if body["kind"] == SERVICE and self.left_out(key):
                 return
-            self._written.setdefault(key, {})[body["kind"], body["metadata"]["name"]] = (now, _keep(body))
+            self._written.setdefault(key, {})[body["kind"], body["metadata"]["name"]] = (now, keep(body))
 
     # ------------------------------------------------------------------------------------------------ what is told
 
@@ -184,7 +139,7 @@ class Cache:
         left_out = before is not None and (before.uid, before.version) == (uid, version) and not before.data
         if version <= newest and not left_out:
             return
-        kept = self._within_budget(key, name, _keep(body))
+        kept = self._within_budget(key, name, keep(body))
         place = self._places.get(uid)
         if place is not None and place[0] != key:
             self._drop(uid)
@@ -204,7 +159,7 @@ class Cache:
         if any(known is None or known.data != kept.data for known in (before, answer[1] if answer else before)):
             self._wake(key)
 
-    def _within_budget(self, key: Key, name: Name, kept: _Kept) -> _Kept:
+    def _within_budget(self, key: Key, name: Name, kept: Kept) -> Kept:
         """Nothing of an object for which its service or its namespace has no room: an owner reference is easily
         forged, and so is a pod."""
         before = self._watched.get(key, {}).get(name)
@@ -218,14 +173,14 @@ class Cache:
                 return kept._replace(data=b"")
         return kept
 
-    def _put(self, key: Key, name: Name, kept: _Kept) -> None:
+    def _put(self, key: Key, name: Name, kept: Kept) -> None:
         there = self._watched.setdefault(key, {})
         if name in there:
             self._count(key, name, there[name], -1)
         there[name] = kept
         self._count(key, name, kept, 1)
 
-    def _count(self, key: Key, name: Name, kept: _Kept, times: int) -> None:
+    def _count(self, key: Key, name: Name, kept: Kept, times: int) -> None:
         for purse, _ in _purses(key, name):
             used = _sum(self._used.pop(purse, (0, 0, 0)), kept.budget, times)
             if any(used):
@@ -279,7 +234,7 @@ class Cache:
         if key in self._ready:
             self._changed(key)
 
-    def _newest(self, key: Key) -> dict[Name, _Kept]:
+    def _newest(self, key: Key) -> dict[Name, Kept]:
         now = asyncio.get_running_loop().time()
         there, ours = dict(self._watched.get(key, {})), self._written.get(key, {})
         for name, (at, kept) in list(ours.items()):
@@ -322,101 +277,3 @@ def _key(body: Mapping[str, Any]) -> Key:
 def _is_ready(body: Mapping[str, Any]) -> bool:
     found = (body.get("status") or {}).get("conditions") or ()
     return any(condition["type"] == "Ready" and condition["status"] == "True" for condition in found)
-
-
-def _keep(body: Mapping[str, Any]) -> _Kept:
-    meta = body["metadata"]
-    uid, version = meta.get("uid", ""), int(meta["resourceVersion"])
-    if body["kind"] not in (SERVICE, "Pod") and not _is_of_its_service(meta):
-        return _Kept(uid, version, b"")
-    # In the server's own order, which is the same each time.
-    text = json.dumps(_read(body), separators=(",", ":"))
-    fits = body["kind"] == SERVICE or len(text) <= (MOST_OF_A_POD if body["kind"] == "Pod" else MOST_KEPT)
-    return (
-        _Kept(uid, version, zlib.compress(text.encode(), 1), weight_of_dumped(text))
-        if fits
-        else _Kept(uid, version, b"")
-    )
-
-
-def _is_of_its_service(meta: Mapping[str, Any]) -> bool:
-    """Whether the service that an object's label names is, or was, its owner. The garbage collector removes what says
-    so without being true."""
-    named = (meta.get("labels") or {}).get(SERVICE_LABEL)
-    return any(
-        owner["kind"] == SERVICE and owner["name"] == named and owner["apiVersion"] == API_VERSION
-        for owner in meta.get("ownerReferences") or ()
-    )
-
-
-def _body(kept: _Kept) -> Object:
-    body: Object = json.loads(zlib.decompress(kept.data))
-    body["metadata"]["resourceVersion"] = str(kept.version)
-    return body
-
-
-def _read(body: Mapping[str, Any]) -> Object:
-    """What anybody reads of an object. The rest changes often, and would be handled for nothing."""
-    kind, status = body["kind"], body.get("status") or {}
-    meta = _marked({key: body["metadata"][key] for key in _META if key in body["metadata"]}, "")
-    found: Object = {"apiVersion": body["apiVersion"], "kind": kind, "metadata": meta}
-    if kind == SERVICE:
-        meta.pop("ownerReferences", None)  # nobody reads whose it is, and a name in it may have a megabyte
-        return found | {"spec": body.get("spec"), "status": status}
-    # Of children it moves with every status that their controllers write.
-    meta.pop("generation", None)
-    if kind == "Pod":
-        meta.pop("annotations", None)
-        if owners := meta.get("ownerReferences"):
-            meta["ownerReferences"] = [one for one in owners[:_MOST_OWNERS] if len(one["name"]) <= MOST_NAME]
-        return found | {"status": _pod_status(status)}
-    meta["managedFields"] = [
-        _marks_of({key: value for key, value in entry.items() if key != "time"})
-        for entry in body["metadata"].get("managedFields") or ()
-        if entry.get("subresource") != "status"
-    ]
-    if kind in ("Deployment", "StatefulSet"):
-        trouble = [c for c in status.get("conditions") or () if c["type"] == "ReplicaFailure"]
-        found["status"] = {"conditions": trouble}
-    elif kind == "RoleScaler":
-        found["status"] = status
-    return found | {key: value for key, value in body.items() if key not in (*found, "status")}
-
-
-def _pod_status(status: Object) -> Object:
-    found: Object = {key: _short(status[key]) for key in _POD_STATUS if key in status}
-    for field, known in (
-        ("conditions", _POD_CONDITION),
-        ("containerStatuses", _POD_CONTAINER),
-        ("initContainerStatuses", _POD_CONTAINER),
-    ):
-        if there := status.get(field):
-            found[field] = [{key: _short(one[key]) for key in known if key in one} for one in there]
-    return found
-
-
-def _short(value: Any) -> Any:
-    """Without what is in the middle of long texts."""
-    if isinstance(value, dict):
-        return {key: _short(inner) for key, inner in value.items()}
-    if isinstance(value, str) and len(value) > _MOST_TEXT:
-        return f"{value[: _MOST_TEXT // 2]} ... {value[-_MOST_TEXT // 2 :]}"
-    return value
-
-
-def _marks_of(entry: Object) -> Object:
-    """An entry of managedFields, as far as it says who set what is kept of labels and annotations."""
-    fields = entry.get("fieldsV1") or {}
-    if "f:metadata" not in fields:
-        return entry
-    return {**entry, "fieldsV1": {**fields, "f:metadata": _marked(fields["f:metadata"], "f:")}}
-
-
-def _marked(meta: Object, prefix: str) -> Object:
-    """Metadata with those labels and annotations alone that are read. `prefix`: of each field's name."""
-    out = dict(meta)
-    for name, known in (("labels", READ_LABELS), ("annotations", (TEMPLATE_MARK,))):
-        there = meta.get(prefix + name)
-        if there:
-            out[prefix + name] = {key: value for key, value in there.items() if key.removeprefix(prefix) in known}
-    return out

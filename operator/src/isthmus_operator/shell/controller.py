@@ -33,8 +33,9 @@ from ..render.names import Component, Defaults, is_engine
 from ..render.service import components
 from .apply import NOBODY, Applier
 from .budget import Workbench
-from .cache import MOST_OF_SERVICES, SERVICE, Cache, Children, Key
+from .cache import MOST_OF_SERVICES, Cache, Children, Key
 from .client import FORBIDDEN, TOO_SLOW, Api
+from .kept import SERVICE
 from .known_facts import KnownFacts
 from .telemetry import Metrics
 

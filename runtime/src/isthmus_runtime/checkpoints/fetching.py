@@ -7,11 +7,12 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 
 from ..errors import WeightsError
 from ..models.registry import read_model_spec
-from .provenance import verify_files
+from .provenance import Origin, check_origin, verify_files
 
 TOKENIZER_FILES = ("*.json", "tokenizer.model", "*.jinja", "merges.txt", "vocab.txt", "LICENSE*")
 """What a router needs. Nothing that can run code: no pickles, no Python files."""
@@ -29,21 +30,28 @@ Progress = Callable[[str], None]
 
 
 def in_place(
-    out: Path, progress: Progress, download: Callable[[Path], None], *, weights: bool, resume_as: str = ""
+    out: Path,
+    origin: Origin,
+    progress: Progress,
+    download: Callable[[Path], None],
+    *,
+    weights: bool,
+    resume_as: str = "",
 ) -> None:
     """Fill a folder beside `out` by `download`, check it, and rename it to `out`.
 
-    An `out` that is there is taken as it is: it was put there whole, by an earlier start or by another pod of the same
-    cache, perhaps while this one was downloading. `resume_as`: a name that no other downloader of this cache has; what
-    was downloaded when it fails or is killed is then kept, and given to `download` again by the next call with that
-    name. Raises WeightsError when the download is not a model of a supported kind, or `out` is something else.
+    An `out` that is there is taken as it is, unless its record names another `origin`: it was put there whole, by an
+    earlier start or by another pod of the same cache, perhaps while this one was downloading. `resume_as`: a name that
+    no other downloader of this cache has; what was downloaded when it fails or is killed is then kept, and given to
+    `download` again by the next call with that name and origin. Raises WeightsError when the download is not a model of
+    a supported kind, or `out` is something else.
     """
-    if _complete(out, weights=weights):
+    if _complete(out, origin, weights=weights):
         progress(f"{out} is there already")
         return
     out.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(out, progress)
-    partial = _partial(out, progress, resume_as)
+    partial = _partial(out, origin, progress, resume_as)
     keep = bool(resume_as)
     try:
         _download(out, partial, progress, download)
@@ -56,7 +64,7 @@ def in_place(
             partial.rename(out)
         except OSError:
             # The other pod was faster; both have the same files.
-            if not _complete(out, weights=weights):
+            if not _complete(out, origin, weights=weights):
                 raise
     finally:
         if not keep:
@@ -91,13 +99,15 @@ def _download(out: Path, partial: Path, progress: Progress, download: Callable[[
         ) from error
 
 
-def _partial(out: Path, progress: Progress, resume_as: str) -> Path:
+def _partial(out: Path, origin: Origin, progress: Progress, resume_as: str) -> Path:
     """The folder that is filled: a new one, or the one that an earlier try left."""
     if not resume_as:
         fresh = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
         fresh.chmod(0o755)
         return fresh
-    kept = out.with_name(f".{out.name}.{resume_as}.partial")
+    # What was downloaded of another is not to be gone on with.
+    digest = sha256(str(origin).encode()).hexdigest()[:8]
+    kept = out.with_name(f".{out.name}.{resume_as}.{digest}.partial")
     if kept.is_dir():
         size = sum(path.stat().st_size for path in kept.rglob("*") if path.is_file())
         progress(f"resuming from {size / 1e6:.0f} MB that an earlier try downloaded")
@@ -124,12 +134,13 @@ def _remove_abandoned(out: Path, progress: Progress, idle_s: float = ABANDONED_S
     return found
 
 
-def _complete(out: Path, *, weights: bool) -> bool:
+def _complete(out: Path, origin: Origin, *, weights: bool) -> bool:
     if not out.exists():
         return False
     if not out.is_dir() or not any(out.iterdir()):
         return False
     if not (out / "config.json").is_file() or (weights and not any(out.glob("*.safetensors"))):
         raise WeightsError(f"{out} exists but does not hold a complete model; remove it or name another folder")
+    check_origin(out, origin)
     verify_files(out)
     return True

@@ -10,7 +10,7 @@ from pathlib import Path
 from ..errors import WeightsError
 from .fetching import MODEL_FILES, TOKENIZER_FILES, Progress, in_place, no_space
 from .names import NESTED, choose_files
-from .provenance import record_files
+from .provenance import Origin, record_files
 
 _COMMIT = re.compile(r"^[0-9a-f]{40}$|^[0-9a-f]{64}$")
 _AT_ONCE = 8
@@ -53,6 +53,7 @@ def fetch(
     constants.HF_HUB_DISABLE_XET = True
     constants.HF_HUB_ENABLE_HF_TRANSFER = False
     source = f"hf://{repo}"
+    origin = Origin(source=source, revision=revision)
     patterns = TOKENIZER_FILES if tokenizer_only else MODEL_FILES
 
     def download(folder: Path) -> None:
@@ -126,6 +127,6 @@ def fetch(
             if path.name not in names:
                 # Of an earlier try, when the revision was another commit.
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        record_files(folder, source, revision=revision, commit=commit, expected=expected)
+        record_files(folder, origin, commit=commit, expected=expected)
 
-    in_place(out, progress, download, weights=not tokenizer_only, resume_as=resume_as)
+    in_place(out, origin, progress, download, weights=not tokenizer_only, resume_as=resume_as)

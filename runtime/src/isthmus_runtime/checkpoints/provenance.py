@@ -34,13 +34,26 @@ class FileDigest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Provenance:
-    """The content of SOURCE_FILE."""
+class Origin:
+    """What is asked for."""
 
     source: str
     """As `model fetch` takes it, without the revision: `hf://owner/name`, `s3://bucket/prefix`."""
     revision: str = ""
     """As it was asked for: a branch, a tag or a commit."""
+    store: str | None = ""
+    """Which server's: endpoint and region of one that is not AWS. None: that was not recorded."""
+
+    def __str__(self) -> str:
+        revision, store = self.revision and f"@{self.revision}", self.store and f" of {self.store}"
+        return f"{self.source}{revision}{store or ''}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance(Origin):
+    """The content of SOURCE_FILE."""
+
+    store: str | None = None
     commit: str = ""
     """What the revision was then, and what was downloaded."""
     files: dict[str, FileDigest]
@@ -49,9 +62,7 @@ class Provenance:
 _PROVENANCE = TypeAdapter(Provenance)
 
 
-def record_files(
-    folder: Path, source: str, *, revision: str = "", commit: str = "", expected: Mapping[str, str] | None = None
-) -> None:
+def record_files(folder: Path, origin: Origin, *, commit: str = "", expected: Mapping[str, str] | None = None) -> None:
     """Write SOURCE_FILE for the files of `folder`. `expected`: SHA-256 by name, where the source tells it.
 
     Raises:
@@ -59,6 +70,7 @@ def record_files(
     """
     files: dict[str, FileDigest] = {}
     problems: list[str] = []
+    source = origin.source
     for path in sorted(path for path in folder.iterdir() if path.name != SOURCE_FILE):
         if path.is_symlink() or not path.is_file():
             problems.append(f"{source}: {path.name} is not a plain file")
@@ -69,7 +81,7 @@ def record_files(
             problems.append(f"{source}: {path.name} has SHA-256 {files[path.name].sha256}, its source says {want}")
     if problems:
         raise WeightsError(problems[:_SHOWN])
-    made = Provenance(source=source, revision=revision, commit=commit, files=files)
+    made = Provenance(source=source, revision=origin.revision, store=origin.store, commit=commit, files=files)
     (folder / SOURCE_FILE).write_text(json.dumps(asdict(made), indent=2) + "\n", encoding="utf-8")
 
 
@@ -83,6 +95,20 @@ def read_provenance(folder: Path) -> Provenance | None:
         return _PROVENANCE.validate_json(raw)
     except ValidationError as e:
         raise WeightsError(f"{folder / SOURCE_FILE} cannot be read ({e.error_count()} errors); fetch it again") from e
+
+
+def check_origin(folder: Path, wanted: Origin) -> None:
+    """WeightsError for a folder whose record names another source, revision or server."""
+    made = read_provenance(folder)
+    if made is None:
+        return
+    store = wanted.store if made.store is None else made.store
+    found = Origin(source=made.source.rstrip("/"), revision=made.revision, store=store)
+    if found != wanted:
+        raise WeightsError(
+            f"{folder} holds {found}, and {wanted} is asked for; name another folder (of a service: another cache), "
+            "or remove it"
+        )
 
 
 def verify_files(folder: Path, *, every_byte: bool = False) -> bool:
@@ -141,11 +167,26 @@ def pinned_revision(folder: Path) -> str:
     if made is not None:
         lines = "".join(f"{file.sha256}  {name}\n" for name, file in sorted(made.files.items()))
         return made.commit or f"files:{hashlib.sha256(lines.encode()).hexdigest()}"
+    imported = _imported(folder)
+    return imported and f"gguf:{imported}"
+
+
+def recorded_digests(folder: Path) -> dict[str, str]:
+    """SHA-256 by name of a folder's weights as they were downloaded, or of the GGUF file that they were made from."""
+    made, imported = read_provenance(folder), _imported(folder)
+    names = [path.name for path in folder.glob("*.safetensors")]
+    if made is not None:
+        return {name: made.files[name].sha256 for name in names if name in made.files}
+    return dict.fromkeys(names, imported) if imported else {}
+
+
+def _imported(folder: Path) -> str:
+    """SHA-256 of the GGUF file; empty for a folder that was not made from one."""
     try:
         held = json.loads((folder / MARKER).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return ""
-    return f"gguf:{held['sha256']}" if isinstance(held, dict) and isinstance(held.get("sha256"), str) else ""
+    return str(held["sha256"]) if isinstance(held, dict) and isinstance(held.get("sha256"), str) else ""
 
 
 def sha256_of(path: Path) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import WeightsError
 from .fetching import MODEL_FILES, TOKENIZER_FILES, Progress, in_place, no_space
 from .names import MAX_FILES, NESTED, choose_files
-from .provenance import record_files
+from .provenance import Origin, record_files
 from .source_bytes import SourceBytes
 
 
@@ -54,6 +54,9 @@ def fetch_s3(
 
     bucket, _, prefix = uri.removeprefix("s3://").partition("/")
     prefix = prefix.rstrip("/") + "/"
+    # Of AWS's own a bucket's name is that of one bucket.
+    store = f"{access.endpoint} {access.region}".strip() if access.endpoint else ""
+    origin = Origin(source=uri.rstrip("/"), store=store)
     patterns = TOKENIZER_FILES if tokenizer_only else MODEL_FILES
 
     def download(folder: Path) -> None:
@@ -93,9 +96,9 @@ def fetch_s3(
             # Not to be gone on with, nor to be left in a cache that others share.
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        record_files(folder, uri)
+        record_files(folder, origin)
 
-    in_place(out, progress, download, weights=not tokenizer_only, resume_as=resume_as)
+    in_place(out, origin, progress, download, weights=not tokenizer_only, resume_as=resume_as)
 
 
 def _sizes(client: Any, bucket: str, prefix: str, patterns: tuple[str, ...]) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from secrets import token_hex
 from typing import Any
 
@@ -203,9 +203,9 @@ class AnthropicFormat(Format):
         """Of the block that is open."""
         self._ended: dict[str, Any] = {}
 
-    def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
+    def whole(self, answers: Iterable[Answer], usage: Usage) -> Iterator[bytes]:
         """A non-streamed answer."""
-        answer = answers[0]
+        (answer,) = answers
         content: list[dict[str, Any]] = []
         if answer.reasoning:
             content.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
@@ -214,7 +214,7 @@ class AnthropicFormat(Format):
         content += [{**self._use(c), "input": json.loads(c.arguments)} for c in answer.calls]
         ended = _ended(answer.finish_reason, answer.stop)
         told = {**self._about, "content": content, **ended, "usage": _usage(usage), **self._with_ids(answer)}
-        return json.dumps(told).encode()
+        yield json.dumps(told).encode()
 
     def first(self, index: int, request: GenerateRequest, prompt_tokens: int) -> bytes:
         """The message, without content yet."""

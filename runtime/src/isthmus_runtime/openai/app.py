@@ -5,66 +5,44 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from sys import getsizeof
 from typing import Any
 
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
 
 from ..config import ChatConfig
-from ..errors import ConfigError, InvalidRequest
+from ..errors import ConfigError
 from ..interfaces.backend import Backend
-from ..loop_share import LoopShare
 from ..metrics import RequestMetrics, TenantMetrics
-from ..request import AdapterName, Structure
+from ..request import AdapterName
 from ..serving.app import errors, json_body
 from ..serving.call import Call, add_call_route
 from ..serving.in_flight import InFlight
 from ..serving.memory import MemoryGuard
 from ..structured.checker import Checker
-from ..tokenising import LONG
-from ..tracing.span import NO_TRACER, Span, Tracer, current
+from ..tracing.span import NO_TRACER, Tracer
 from . import anthropic
-from .answer import Job, Runner
 from .anthropic import AnthropicMessage, CountRequest, MessagesRequest, TokenCount
-from .batches import WIDTH, Batch, BatchRunner
+from .batches import Batch
 from .bodies import json_object
-from .chat import NeedsThread
 from .embeddings import Embeddings, EmbeddingsRequest, VectorRequests, plan_embeddings
 from .keys import Keys
-from .lifecycle import Lifecycle, Progress, known_as, whose
-from .plan import Plan, Planner
+from .lifecycle import Lifecycle
+from .plan import Planner
 from .ranking import Ranker, Ranking, RerankRequest, ScoreRequest, Scores
 from .reference import Chat, Completion, Model, ModelList
 from .responses import Response, ResponsesRequest
 from .schema import ChatRequest, CompletionRequest, chat_request
-from .score_budget import ScoreBudget, echo_budget, kept_budget, token_budget, vector_budget
-from .sse import Usage
-from .tenants import Tenant
 from .tenants_file import TenantsFile
 from .tokenizer import Tokenizer
 from .tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest, detokenized, tokenized, written
+from .works import Works
 
-_OFF_LOOP_BYTES = 1 << 12
-"""Bodies above this are parsed and tokenised in a thread, so that other streams do not wait: words take 0.2 ms, digits,
-which are the slowest, 9."""
 _COMPUTED_BYTES, _COMPUTED_BYTES_OF_A_TOKEN = 1 << 20, 16
 """Most of a body whose tokens are counted or told, or as many for each token of the model's context. Text that is made
 to be slow takes seconds a megabyte."""
-_BRIEF_BATCH_BYTES = 200
-"""The same for batches: each text, of which one letter is enough, may be rendered by a template (0.15 ms)."""
-_MANY_TOKENS = 1 << 14
-"""Of the prompts of a generation, and ids that it allows; fewer are not counted among those that all requests may
-have."""
-
-_ID_BYTES = 8
-_MUCH_ECHO = 1 << 16
-"""Bytes that an answer repeats; fewer are not counted among those of all requests."""
-_MUCH_KEPT = 1 << 14
-"""The same of what is kept of a body."""
-
 BODIES: tuple[type[BaseModel], ...] = (
     ChatRequest,
     CompletionRequest,
@@ -202,8 +180,6 @@ class _Api:
     ) -> None:
         self._backend = backend
         self._config = config
-        self._metrics = metrics
-        self._grammars = grammars
         self._adapters = adapters
         self._started = int(wall_clock())
         self._planner = Planner(
@@ -217,20 +193,10 @@ class _Api:
             adapters=adapters,
             takes_text=takes_text,
         )
-        self._runner = Runner(backend, metrics, clock)
-        self._batches = BatchRunner(backend, metrics, clock)
-        self._planning = LoopShare()
         self._vectors = VectorRequests(self._planner, config.request_timeout_s)
         self._ranker = Ranker(self._planner, self._vectors, tokenizer, lambda: backend.task, config.request_timeout_s)
-        self._scores = ScoreBudget()
-        self._numbers = vector_budget()
-        self._tokens = token_budget()
-        self._echoes = echo_budget()
-        self._kept = kept_budget()
         self._tokenizer = tokenizer
         self._keys = Keys(config.api_key, config.tenants, clock)
-        self._tenants = config.tenants
-        self._tenant_metrics = tenant_metrics
         self._requests = Lifecycle(
             self._keys,
             config.tenants,
@@ -242,7 +208,17 @@ class _Api:
             memory=memory,
             clock=clock,
         )
-        memory.add_book(self._runner.untold)
+        self._works = Works(
+            backend,
+            self._requests,
+            model=config.served_names[0],
+            tenants=config.tenants,
+            metrics=metrics,
+            tenant_metrics=tenant_metrics,
+            grammars=grammars,
+            memory=memory,
+            clock=clock,
+        )
 
     async def models(self, request: Request) -> ModelList:
         """The names that are served, and after them the adapters."""
@@ -257,19 +233,19 @@ class _Api:
 
     async def completions(self, call: Call) -> None:
         """Continue a prompt. With `stream` the answer is a stream of server-sent events."""
-        await self._requests.answer(call, self._generate, self._planner.completion, operation="text_completion")
+        await self._requests.answer(call, self._works.generate, self._planner.completion, operation="text_completion")
 
     async def chat(self, call: Call) -> None:
         """Answer a conversation. With `stream` the answer is a stream of server-sent events."""
-        await self._requests.answer(call, self._generate, self._planner.chat)
+        await self._requests.answer(call, self._works.generate, self._planner.chat)
 
     async def responses(self, call: Call) -> None:
         """Answer in OpenAI's newer form. Nothing is kept: the input holds all that came before."""
-        await self._requests.answer(call, self._generate, self._planner.responses)
+        await self._requests.answer(call, self._works.generate, self._planner.responses)
 
     async def messages(self, call: Call) -> None:
         """Answer in Anthropic's form, errors included."""
-        await self._requests.answer(call, self._generate, self._planner.messages, describe=anthropic.error_body)
+        await self._requests.answer(call, self._works.generate, self._planner.messages, describe=anthropic.error_body)
 
     async def embeddings(self, call: Call) -> None:
         """A vector for each input, from a model that is served to embed."""
@@ -277,15 +253,15 @@ class _Api:
         def plan(body: bytes) -> Batch:
             return plan_embeddings(body, self._planner, self._vectors, lambda: self._backend.task)
 
-        await self._requests.answer(call, self._answer_batch, plan, operation="embeddings")
+        await self._requests.answer(call, self._works.batch, plan, operation="embeddings")
 
     async def rerank(self, call: Call) -> None:
         """Documents by how well they answer a query, the best first."""
-        await self._requests.answer(call, self._answer_batch, self._ranker.rerank, operation="rerank")
+        await self._requests.answer(call, self._works.batch, self._ranker.rerank, operation="rerank")
 
     async def score(self, call: Call) -> None:
         """How well texts go together."""
-        await self._requests.answer(call, self._answer_batch, self._ranker.score, operation="score")
+        await self._requests.answer(call, self._works.batch, self._ranker.score, operation="score")
 
     async def count_tokens(self, call: Call) -> None:
         """How many tokens a request to /v1/messages has."""
@@ -312,112 +288,6 @@ class _Api:
 
         await self._requests.compute(call, make, self._most_computed())
 
-    # ------------------------------------------------------------------------------------------------- one request
-
-    async def _generate(self, call: Call, plan: Plan, progress: Progress) -> None:
-        progress.stage = "reading"
-        body = await call.read()
-        progress.stage = "planning"
-        span = current()
-        tokenise = span.child("tokenise")
-        try:
-            job = await self._plan(call, plan, body, progress.tenant)
-        finally:
-            tokenise.end()
-        if span.recording:
-            _describe_job(span, job, self._config.served_names[0])
-        del body  # megabytes, which an answer would keep as long as it streams
-        who = whose(call, progress.tenant)
-        tokens = sum(len(request.prompt_token_ids) for request in job.requests[:: job.n])
-        echoed = sum(echo.bytes_held for echo in job.echoes)
-        kept = _kept(job)
-        call.drop(kept + tokens * _ID_BYTES + echoed, who)
-        with (
-            self._kept.holding(kept if kept > _MUCH_KEPT else 0, who),
-            self._echoes.holding(echoed if echoed > _MUCH_ECHO else 0, who),
-        ):
-            await self._run_planned(call, job, progress, who, tokens)
-
-    async def _run_planned(self, call: Call, job: Job, progress: Progress, client: str, tokens: int) -> None:
-        job.client = client
-        if job.stream or _takes_turns(job):
-            job.requests = tuple(replace(request, client=known_as(client)) for request in job.requests)
-            if job.structure is not None:
-                await self._check_structure(job.structure, job.structure_param, client)
-        progress.stage, progress.answer_id, progress.format = "generation", job.answer_id, job.format
-        tokens += len(job.requests[0].sampling.allowed_token_ids)  # of all choices, which share them
-        counted = tokens if tokens > _MANY_TOKENS else 0
-        with self._scores.holding(job.scores, client) as job.told, self._tokens.holding(counted, client):
-            if progress.tenant is None:
-                await self._run(job, progress.arrived, call)
-            else:
-                await self._run_of(progress.tenant, job, progress.arrived, call)
-
-    async def _answer_batch(self, call: Call, plan: Callable[[bytes], Batch], progress: Progress) -> None:
-        progress.stage = "reading"
-        body = await call.read()
-        progress.stage = "planning"
-        tokenise = current().child("tokenise")
-        try:
-            if len(body) <= _BRIEF_BATCH_BYTES:
-                await self._planning.room(whose(call, progress.tenant))
-                with self._planning.spending():
-                    batch = plan(body)
-            else:
-                batch = await self._requests.planned(call, progress.tenant, plan, body)
-        finally:
-            tokenise.end()
-        del body
-        who = whose(call, progress.tenant)
-        call.drop(batch.prompt_tokens * _ID_BYTES, who)
-        progress.stage, progress.answer_id = "generation", batch.answer_id
-        with self._numbers.holding(batch.numbers, who), self._tokens.holding(batch.prompt_tokens, who):
-            await self._run_batch(batch, progress.tenant, progress.arrived, call)
-
-    async def _run_batch(self, batch: Batch, tenant: Tenant | None, arrived: float, call: Call) -> None:
-        width = min(WIDTH, len(batch.requests))
-        if tenant is None:
-            usage = await self._batches.run(batch, width, arrived, call)
-        else:
-            assert self._tenants is not None
-            width = min(width, tenant.concurrency or width)
-            with self._tenants.tenants.running(tenant, width):
-                usage = await self._batches.run(tenant.own(batch), width, arrived, call)
-            if self._tenant_metrics is not None:
-                self._tenant_metrics.used(tenant.name, usage.prompt_tokens, usage.completion_tokens)
-        if (span := current()).recording:
-            span.set({"gen_ai.request.model": self._config.served_names[0], "gen_ai.response.id": batch.answer_id})
-            _describe_answer(span, usage)
-
-    async def _run(self, job: Job, arrived: float, call: Call) -> Usage:
-        usage = await (self._runner.stream if job.stream else self._runner.whole)(job, arrived, call)
-        if (span := current()).recording:
-            _describe_answer(span, usage)
-        return usage
-
-    async def _run_of(self, tenant: Tenant, job: Job, arrived: float, call: Call) -> None:
-        assert self._tenants is not None
-        with self._tenants.tenants.running(tenant, len(job.requests)):
-            usage = await self._run(tenant.own(job), arrived, call)
-        if self._tenant_metrics is not None:
-            self._tenant_metrics.used(tenant.name, usage.prompt_tokens, usage.completion_tokens)
-
-    async def _check_structure(self, structure: Structure, param: str, who: str) -> None:
-        if self._grammars is None:
-            raise InvalidRequest(f"{param}: not available here", param=param)
-        await self._grammars.check(structure, param, who)
-
-    async def _plan(self, call: Call, plan: Plan, body: bytes, tenant: Tenant | None) -> Job:
-        """A short body is planned here and now, unless that turns out to take long."""
-        if len(body) <= _OFF_LOOP_BYTES:
-            await self._planning.room(whose(call, tenant))
-            try:
-                with self._planning.spending():
-                    return plan(body, briefly=True)
-            except NeedsThread:
-                pass
-        return await self._requests.planned(call, tenant, plan, body)
-
     def _model(self, name: str) -> Model:
         names = self._config.served_names
         parent = None if name in names else names[0]
@@ -429,46 +299,3 @@ class _Api:
 
     def _limit(self) -> int | None:
         return self._backend.max_model_len or self._tokenizer.model_limit or None
-
-
-def _kept(job: Job) -> int:
-    """Bytes that a job keeps of its body and that no other budget counts."""
-    texts = sum(getsizeof(request.prompt.text) for request in job.requests[:: job.n] if request.prompt is not None)
-    structure = 0 if job.structure is None else getsizeof(job.structure.text)
-    stops = 0 if job.stops is None else job.stops.bytes_held
-    return texts + structure + job.format.repeated + stops
-
-
-def _takes_turns(job: Job) -> bool:
-    """Whether what engines do for it is done in turns of clients. Of a stream they keep what its client has not read,
-    and know whose that is as well."""
-    text = job.requests[0].prompt
-    return job.structure is not None or (text is not None and len(text.text) > LONG)
-
-
-def _describe_job(span: Span, job: Job, model: str) -> None:
-    """What was asked for, by the conventions for generative AI; nothing of the prompt itself."""
-    sampling = job.requests[0].sampling
-    span.set(
-        {
-            "gen_ai.provider.name": "isthmus",
-            "gen_ai.request.model": model,
-            "gen_ai.response.id": job.answer_id,
-            "gen_ai.request.max_tokens": sampling.max_tokens,
-            "gen_ai.request.temperature": sampling.temperature,
-            "gen_ai.request.top_p": sampling.top_p,
-            "gen_ai.request.choice.count": len(job.requests),
-            "gen_ai.request.stream": job.stream,
-        }
-    )
-
-
-def _describe_answer(span: Span, usage: Usage) -> None:
-    span.set(
-        {
-            "http.response.status_code": 200,
-            "gen_ai.usage.input_tokens": usage.prompt_tokens,
-            "gen_ai.usage.output_tokens": usage.completion_tokens,
-            "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
-        }
-    )

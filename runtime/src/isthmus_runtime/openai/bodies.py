@@ -18,6 +18,7 @@ from pydantic_core import from_json
 from ..errors import InvalidRequest
 from ..request import WrittenIds
 from .logit_options import MAX_BIASES
+from .long_lists import LongLists
 from .problems import MAX_NAME, MAX_PROBLEMS, invalid
 
 HINTS: Mapping[str, type | tuple[type, ...]] = {
@@ -37,6 +38,10 @@ MOST_CONTAINERS, _BYTES_OF_A_CONTAINER = 1 << 17, 64
 MOST_ITEMS, _BYTES_OF_AN_ITEM = 1 << 20, 16
 """Lists and objects in a body, by their brackets, and values, by their commas: so many, and one more for as many
 bytes."""
+MOST_OTHERS, _BYTES_OF_OTHERS = 1 << 19, 64
+"""Values that are in no long list of token ids: no other thread runs while they are made."""
+_MANY_ITEMS = 1 << 15
+"""Fewer are made in some milliseconds, wherever they are."""
 MOST_QUOTES, _BYTES_OF_A_QUOTE = 1 << 18, 64
 """Quotation marks, two for each key and text: a key takes four times as long to be made as a number."""
 _MOST_ESCAPES = 8
@@ -68,6 +73,17 @@ def json_object(body: bytes) -> dict[str, Any]:
 def _json_object(body: bytes) -> dict[str, Any]:
     _check_values(body)
     body = body.removeprefix(codecs.BOM_UTF8)
+    if body.count(b",") > _MANY_ITEMS:
+        lists = LongLists(body)
+        if lists:
+            _check_others(lists.rest, len(body))
+            try:
+                value = lists.read()
+            except ValueError:
+                value = None  # what follows says what is wrong, if anything is
+            if isinstance(value, dict):
+                return value
+        _check_others(body, len(body))
     try:
         fast = from_json(body, allow_inf_nan=False)
     except ValueError as e:
@@ -179,6 +195,15 @@ def _check_values(body: bytes) -> None:
                 f"the body has {found // each} {what}; at most {most // each} are allowed in {len(body)} bytes; "
                 "send less"
             )
+
+
+def _check_others(rest: bytes, size: int) -> None:
+    most = MOST_OTHERS + size // _BYTES_OF_OTHERS
+    if (found := rest.count(b",")) > most:
+        raise InvalidRequest(
+            f"the body has {found} commas outside of long lists of token ids (those inside of texts count); at most "
+            f"{most} are allowed in {size} bytes; send less"
+        )
 
 
 def _quotes(body: bytes, most: int) -> int:

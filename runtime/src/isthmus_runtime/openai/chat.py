@@ -10,7 +10,8 @@ from typing import Any
 import jinja2
 
 from ..errors import ConfigError, InvalidRequest, RequestError
-from .bounded_jinja import BoundedEnvironment, Budget, TemplateTooCostly, as_text, paying_from
+from .bounded_jinja import BoundedEnvironment
+from .paid_operations import Budget, TemplateTooCostly, as_text, paying_from
 
 MOST_STEPS = 1_000_000
 """Of rendering one prompt: about a second."""

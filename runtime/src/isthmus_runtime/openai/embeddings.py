@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from base64 import b64encode
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import isfinite
 from os import urandom
@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from ..errors import EngineFailed, InvalidRequest
 from ..request import GenerateRequest, PoolingParams, SamplingParams, ServedTask, TokenChunk
+from ..turns import go_on
 from .batches import Batch
 from .bodies import hints, json_object, parsed
 from .plan import Planner
@@ -106,7 +107,7 @@ class VectorRequests:
 def plan_embeddings(body: bytes, planner: Planner, vectors: VectorRequests, task: Callable[[], ServedTask]) -> Batch:
     """A body of /v1/embeddings. Raises RequestError."""
     request = parsed(EmbeddingsRequest, json_object(body), _NEUTRAL)
-    limit = planner.admit(request.model, "embed")
+    limit = planner.served.admit(request.model, "embed")
     served = task()
     given = as_prompts(request.input, "input")
     if len(given) > MAX_INPUTS:
@@ -126,7 +127,7 @@ def plan_embeddings(body: bytes, planner: Planner, vectors: VectorRequests, task
             cache_salt=request.cache_salt,
         ),
         numbers=len(prompts) * dimensions,
-        tell=partial(_tell, planner.named(request.model), request.encoding_format == "base64"),
+        tell=partial(_tell, planner.served.named(request.model), request.encoding_format == "base64"),
     )
 
 
@@ -164,12 +165,17 @@ def numbers(chunk: TokenChunk) -> tuple[float, ...]:
     return found
 
 
-def _tell(model: str, base64: bool, chunks: Sequence[TokenChunk], tokens: int) -> bytes:
-    told = []
+def _tell(model: str, base64: bool, chunks: Sequence[TokenChunk], tokens: int) -> Iterator[bytes]:
+    for chunk in chunks:  # a bad one is found before the others are written
+        numbers(chunk)
+        go_on()
+    yield b'{"object":"list","data":['
     for number, chunk in enumerate(chunks):
-        entries = numbers(chunk)
         # Nine digits are enough for every fp32 number to come back as it was.
-        text = f'"{b64encode(chunk.vector).decode()}"' if base64 else f"[{','.join([f'{e:.9g}' for e in entries])}]"
-        told.append(f'{{"object":"embedding","index":{number},"embedding":{text}}}')
+        text = (
+            f'"{b64encode(chunk.vector).decode()}"' if base64 else f"[{','.join([f'{e:.9g}' for e in numbers(chunk)])}]"
+        )
+        told = f'{{"object":"embedding","index":{number},"embedding":{text}}}'
+        yield f",{told}".encode() if number else told.encode()
     usage = f'{{"prompt_tokens":{tokens},"total_tokens":{tokens}}}'
-    return f'{{"object":"list","data":[{",".join(told)}],"model":{json.dumps(model)},"usage":{usage}}}'.encode()
+    yield f'],"model":{json.dumps(model)},"usage":{usage}}}'.encode()

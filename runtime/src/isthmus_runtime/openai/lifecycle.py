@@ -5,22 +5,25 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import uuid
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from typing import Any, TypeVar
 
 from ..errors import Cancelled, DeadlineExceeded, RequestError, is_panic, unforeseen
 from ..metrics import RequestMetrics, TenantMetrics
+from ..reserve import Reserve
 from ..serving.call import Call, Cut, error_answer
+from ..serving.clients import known_by
 from ..serving.in_flight import InFlight
 from ..serving.limits import BodyTooLarge
-from ..serving.memory import LOOK_AFTER, MemoryGuard
+from ..serving.memory import MemoryGuard
+from ..threads import processors
+from ..tokenising import LARGE, OF_A_LETTER
 from ..tracing.span import NO_TRACER, Tracer, current, within
-from ..turns import ThreadsInTurns, Turns
+from ..turns import ThreadsInTurns
 from .keys import Keys
 from .sse import Format
 from .tenants import Tenant
@@ -34,11 +37,12 @@ _LAST_WORDS_S = 1.0
 """How long a client that does not read may hold up its own error event."""
 _MOST_COMPUTING = 64
 """Requests to `compute` that wait for their turn."""
-_MOST_PLANNING, _PLACES = 1024, min(16, max(4, os.cpu_count() or 1))
+_MOST_PLANNING, _PLACES = 1024, min(16, max(4, processors()))
 """Long requests that wait to be planned, and how many are at a time."""
-_LARGE_PLACES, _OF_A_LARGE = 4, 256 << 20
-"""The same of large bodies (`LOOK_AFTER`), where there is room for as many; else one at a time. Bytes that one takes on
-its way: its text as JSON, marked, rendered, and made bare again, up to 17 times the body (tests/hostile)."""
+_WAIT = "large bodies wait to be planned"
+_MOST_LETTERS, _OF_A_BYTE = 1 << 20, 21
+"""Characters that are tokenised at a time where nothing cuts them; and bytes that planning takes at most for each of a
+body, as JSON, marked, rendered and made bare again (tests/hostile)."""
 
 Describe = Callable[[RequestError], dict[str, Any]]
 """An error as the body of an answer."""
@@ -93,13 +97,6 @@ class Lifecycle:
         self._tenant_metrics = tenant_metrics
         self._tracer = tracer
         self._clock = clock
-        # The guard looks before each, when nothing of what others take on their way is there yet.
-        self._large = Turns(
-            _MOST_PLANNING,
-            "large bodies wait to be planned",
-            _LARGE_PLACES,
-            one_by_one=lambda: not memory.has_room(_LARGE_PLACES * _OF_A_LARGE),
-        )
         # What a thread has begun cannot be ended: generations have others than what no engine is asked for.
         self._computing = ThreadsInTurns(1, "compute", _MOST_COMPUTING, "requests of this kind wait for their turn")
         self._planners = ThreadsInTurns(
@@ -108,6 +105,10 @@ class Lifecycle:
             _MOST_PLANNING,
             "long prompts and batches wait to be planned",
             one_by_one=lambda: memory.tight,
+        )
+        # Two, so that many small ones and few large ones do not wait for each other.
+        self._small, self._large = (
+            Reserve(partial(_share, memory, part), _MOST_PLANNING, _WAIT, self._planners.make_way) for part in (1, 3)
         )
 
     async def answer(
@@ -144,29 +145,20 @@ class Lifecycle:
         """What `plan` makes of a long body, in a thread: few at a time, in turns of clients, of whom none takes all
         threads. Overloaded (429) when too many wait."""
         who = whose(call, tenant)
-        if len(body) <= LOOK_AFTER:
+        if len(body) <= LARGE:
             return await self._planners.do(who, plan, body)
-        await self._large.take(who)
-        loop = asyncio.get_running_loop()
-        begun = False
-
-        def plan_large(body: bytes) -> _M:
-            nonlocal begun
-            begun = True
-            try:
-                return plan(body)
-            finally:
-                # Its memory is there until here, also where its client has left long ago.
-                with suppress(RuntimeError):  # the loop has ended
-                    loop.call_soon_threadsafe(self._large.give_back, who)
-
+        takes = planning_takes(len(body))
+        share = _share(self._memory, 1)
+        reserve = self._small if share is None or takes <= share else self._large
+        await reserve.take(who, takes)
+        ended = partial(reserve.give_back, takes)
         try:
             self._memory.look()
             self._memory.check_new()
-            return await self._planners.do(who, plan_large, body)
-        finally:
-            if not begun:
-                self._large.give_back(who)
+        except BaseException:
+            ended()
+            raise
+        return await self._planners.do(who, plan, body, ended)
 
     async def _respond(self, call: Call, work: Answering[_P], plan: _P, describe: Describe) -> None:
         progress = Progress(self._clock())
@@ -230,11 +222,22 @@ class Lifecycle:
             self._tenant_metrics.ended(progress.tenant.name, status)
 
 
+def _share(memory: MemoryGuard, quarters: int) -> int | None:
+    """So many of what may be taken on the way; None: anything."""
+    room = memory.room_on_the_way
+    return None if room is None else quarters * room // 4
+
+
+def planning_takes(size: int) -> int:
+    """Bytes that planning a body of so many may take on its way."""
+    return OF_A_LETTER * min(size, _MOST_LETTERS) + _OF_A_BYTE * size
+
+
 def whose(call: Call, tenant: Tenant | None) -> str:
     """Who takes turns with others: a tenant, or an address where there are none."""
     if tenant is not None:
         return tenant.name
-    return "" if call.client is None else call.client.host
+    return "" if call.client is None else known_by(call.client.host)
 
 
 def known_as(client: str) -> str:

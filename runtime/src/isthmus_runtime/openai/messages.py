@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import InvalidRequest
-from .bodies import TextsOfJson
+from .bodies import MOST_IN_A_TEXT, TextsOfJson, least_written
 from .problems import MAX_PROBLEMS, invalid
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -197,6 +197,11 @@ def _call(call: object, path: str, texts: TextsOfJson) -> dict[str, Any]:
             arguments = None
     if not isinstance(arguments, dict):
         raise InvalidRequest(f"{where}: must be the text of a JSON object", param=where)
+    if least_written(arguments, MOST_IN_A_TEXT) > MOST_IN_A_TEXT:
+        # As a text of it: a template writes each at once, and no other thread runs meanwhile.
+        raise InvalidRequest(
+            f"{where}: more than {MOST_IN_A_TEXT} characters as JSON are not allowed; shorten it", param=where
+        )
     identifier = call.get("id")
     if identifier is not None and not isinstance(identifier, str):
         raise InvalidRequest(f"{path}.id: must be a string", param=f"{path}.id")

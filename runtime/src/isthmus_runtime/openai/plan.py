@@ -5,34 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from os import urandom
-from types import MappingProxyType
 from typing import Any, Protocol
 
 from ..config import ChatConfig
-from ..errors import InvalidRequest, NeverFits, Overloaded, UnknownModel
+from ..errors import InvalidRequest
 from ..interfaces.backend import Backend
 from ..protocol.request import MANY_ALLOWED
 from ..request import AdapterName, GenerateRequest, PromptText, SamplingParams, Structure, WrittenIds
 from . import anthropic, responses
-from .answer import Job
 from .bodies import json_object
 from .chat import Conversation
 from .conversations import Conversations
 from .detokenizer import stops_of
+from .job import Job
+from .job_bounds import check_copies, check_echo, check_room, told_scores
 from .output import Reader
 from .pieces import Pieces
 from .prompts import Echo, echo_of_ids, echo_of_text
 from .schema import (
-    MAX_COPIED_IDS,
-    MAX_COPIED_TEXT,
-    MAX_ECHO,
-    MAX_SCORES,
     ChatRequest,
     CompletionRequest,
     chat_request,
     parse_chat,
     parse_completion,
 )
+from .served import Served
 from .sse import ChatFormat, CompletionFormat, Format
 from .text_prompts import ids_of, too_long
 from .tokenizer import Tokenizer, TooManyTokens, last
@@ -43,14 +40,6 @@ _LONG = 1024
 """Tokens of a prompt that is worth being made compact."""
 _DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for /v1/completions."""
-_ROUTES: Mapping[str, str] = MappingProxyType(
-    {
-        "generate": "/v1/chat/completions, /v1/completions, /v1/responses and /v1/messages",
-        "embed": "/v1/embeddings, and by the vectors' cosine /v1/rerank and /v1/score",
-        "score": "/v1/rerank and /v1/score",
-    }
-)
-"""What a model answers, by the task that it is served for."""
 
 
 class Plan(Protocol):
@@ -77,20 +66,18 @@ class Planner:
     ) -> None:
         """`takes_text`: whether the backend would have prompts as text, at present. `seeds` gives the seed of a request
         that names none; `wall_clock` seconds since the epoch. `adapters` that may be named as the model, at present."""
-        self._backend = backend
         self._tokenizer = tokenizer
-        self._names = served_names
+        self.served = Served(backend, served_names, adapters)
         self._conversations = Conversations(tokenizer, chat)
         self._timeout_s = timeout_s
         self._seeds = seeds
         self._wall_clock = wall_clock
-        self._adapters = adapters
         self._takes_text = takes_text
 
     def completion(self, body: bytes, *, briefly: bool = False) -> Job:
         """A body of /v1/completions. Raises RequestError."""
         request = parse_completion(body)
-        limit = self._admit(request.model)
+        limit = self.served.admit(request.model, "generate")
         keep = request.truncate_prompt_tokens
         given = request.prompts()
         wanted = _DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
@@ -103,7 +90,7 @@ class Planner:
         many = len(given) > 1
         prompts = [self.prompt_ids(p, limit, keep, many=many) if text is None else () for p in given]
         longest = max(map(len, prompts)) if len(prompts) > 1 else len(prompts[0])
-        _check_room("max_tokens", request.max_tokens, longest, limit)
+        check_room("max_tokens", request.max_tokens, longest, limit)
 
         def echo(pieces: Pieces) -> tuple[Echo, ...]:
             echoes: list[Echo] = []
@@ -111,7 +98,7 @@ class Planner:
             for one, ids in zip(given, prompts, strict=True):
                 echoes.append(self._echo(request, pieces, one, ids))
                 characters += len(echoes[-1].text)
-                _check_echo(characters, request.n)
+                check_echo(characters, request.n)
             return tuple(echoes)
 
         return self._job(
@@ -180,9 +167,13 @@ class Planner:
             raise InvalidRequest("prompt: must be a string", param="prompt")
         return self._tokenizer.encode(prompt) if special else self._tokenizer.encode_alone(prompt)
 
+    def check_model(self, name: str) -> None:
+        """Raises UnknownModel; "" is the model that is served."""
+        self.served.check(name)
+
     def chat_job(self, request: ChatRequest, prefix: str, form: MakeFormat, *, briefly: bool) -> Job:
         """The job of a conversation, whichever endpoint it came by. Raises as `chat`."""
-        limit = self._admit(request.model)
+        limit = self.served.admit(request.model, "generate")
         tools = request.offered_tools()
         keep = request.truncate_prompt_tokens
         asked = request.output_limit
@@ -208,7 +199,7 @@ class Planner:
                 raise InvalidRequest("messages: the rendered prompt is empty", param="messages")
             if len(ids) >= limit:
                 raise too_long(f"{len(ids)} tokens", limit, "truncate_prompt_tokens")
-            _check_room(request.limit_name, asked, len(ids), limit)
+            check_room(request.limit_name, asked, len(ids), limit)
             wanted = limit - len(ids) if asked is None else asked
         return self._job(
             request,
@@ -221,29 +212,6 @@ class Planner:
             calls=self._conversations.calls(request, tools, prompt.text),
             text=text,
         )
-
-    def _admit(self, model: str) -> int:
-        """The length limit of a model that generates."""
-        return self.admit(model, "generate")
-
-    def admit(self, model: str, *tasks: str) -> int:
-        """The length limit. Raises when the model is not ours or is served for another task, or no engine could serve
-        it yet: the limit is known from the first engine on. Whether one can serve it now is the backend's to say, which
-        may wait for it."""
-        if self._adapter(model) is not None and tasks != ("generate",):
-            raise InvalidRequest(f"model: {model!r} is an adapter, and adapters only generate here", param="model")
-        limit = self._backend.max_model_len
-        if not limit:
-            reason = self._backend.ready() or "the length limit is not known yet"
-            raise Overloaded(f"not ready: {reason}", retry_after_s=1.0)
-        kind = self._backend.task.kind
-        if kind not in tasks:
-            raise InvalidRequest(
-                f"model: {model or self._names[0]} is served with --task {kind}, and this needs {' or '.join(tasks)}; "
-                f"it answers {_ROUTES[kind]}",
-                param="model",
-            )
-        return limit
 
     def prompt_ids(
         self,
@@ -288,10 +256,6 @@ class Planner:
             raise InvalidRequest(f"{name}: the rendered prompt is empty", param=name)
         return self._tokenizer.compact(ids)
 
-    def named(self, model: str) -> str:
-        """The name that an answer tells, of a request for `model`."""
-        return model or self._names[0]
-
     def _job(
         self,
         request: CompletionRequest | ChatRequest,
@@ -311,12 +275,12 @@ class Planner:
         """`echo`: what the answer repeats of each prompt. `text`: the prompt, where there are no ids of it."""
         answer_id = prefix + urandom(16).hex()
         logprobs, candidates = request.num_logprobs, request.num_candidates
-        scores = _scores(request, prompts)
+        scores = told_scores(request, prompts)
         shown = None if not request.skip_special_tokens else self._conversations.tool_format.shown if tools else ()
         pieces = self._tokenizer.pieces_with(shown)
         structure = calls or request.structure
         sampling = self._sampling(request, max_tokens, structured=structure is not None)
-        adapter = self._adapter(request.model)
+        adapter = self.served.adapter(request.model)
         seed = self._seeds() if request.seed is None else request.seed
         requests = [
             GenerateRequest(
@@ -335,7 +299,7 @@ class Planner:
             for i in range(candidates)
         ]
         if len(requests) > 1:
-            _check_copies(requests, request.structure_param)
+            check_copies(requests, request.structure_param)
         return Job(
             answer_id=answer_id,
             requests=tuple(requests),
@@ -361,7 +325,7 @@ class Planner:
                 pieces,
                 answer_id,
                 int(self._wall_clock()),
-                request.model or self._names[0],
+                self.served.named(request.model),
                 logprobs=logprobs,
                 prompt_logprobs=request.num_prompt_logprobs,
                 include_usage=request.include_usage,
@@ -404,72 +368,6 @@ class Planner:
             )
 
         return of_choice
-
-    def check_model(self, name: str) -> None:
-        """Raises UnknownModel; "" is the model that is served."""
-        self._adapter(name)
-
-    def _adapter(self, name: str) -> AdapterName | None:
-        """The adapter of that name; None for the model itself. Raises UnknownModel."""
-        if not name or name in self._names:
-            return None
-        adapters = self._adapters()
-        if name not in adapters:
-            served = ", ".join((*self._names, *sorted(adapters)))
-            raise UnknownModel(f"model: {name!r} is not served here; served: {served}", param="model")
-        return adapters[name]
-
-
-def _check_room(name: str, wanted: int | None, prompt: int, limit: int) -> None:
-    if wanted is not None and prompt + wanted > limit:
-        raise NeverFits(
-            f"{name}: {wanted} after a prompt of {prompt} tokens, but prompt and output together may have {limit}; "
-            f"ask for at most {limit - prompt}",
-            param=name,
-        )
-
-
-def _scores(request: CompletionRequest | ChatRequest, prompts: Sequence[Sequence[int]]) -> int:
-    """How many log-probabilities of prompts the answer will tell. Raises InvalidRequest for too many."""
-    each = request.scores_per_token
-    if not each:
-        return 0
-    tokens = sum(map(len, prompts))
-    if tokens * each > MAX_SCORES:
-        name = "logprobs" if request.prompt_logprobs is None else "prompt_logprobs"
-        raise InvalidRequest(
-            f"{name}: {each} for each of {tokens} tokens of prompts are more than {MAX_SCORES} log-probabilities; "
-            "ask for fewer, or for fewer choices, or send fewer prompts in a request",
-            param=name,
-        )
-    return tokens * each
-
-
-def _check_copies(requests: Sequence[GenerateRequest], structure_param: str) -> None:
-    """Each choice is a request of its own to engines, with all that it carries."""
-    count, first = len(requests), requests[0]
-    structure = 0 if first.structure is None else len(first.structure.text)
-    carried = (
-        ("n", "tokens of prompts", sum(len(one.prompt_token_ids) for one in requests), MAX_COPIED_IDS),
-        ("allowed_token_ids", "ids", count * len(first.sampling.allowed_token_ids), MAX_COPIED_IDS // 4),
-        (structure_param, "characters", count * structure, MAX_COPIED_TEXT),
-    )
-    for name, what, found, most in carried:
-        if found > most:
-            raise InvalidRequest(
-                f"{name}: {found} {what} in {count} choices, each of which carries its own, are more than {most}; ask "
-                "for fewer choices in a request",
-                param=name,
-            )
-
-
-def _check_echo(characters: int, n: int) -> None:
-    if characters * n > MAX_ECHO:
-        raise InvalidRequest(
-            f"echo: {characters} characters in each of n = {n} choices are more than {MAX_ECHO}; remove echo, or "
-            "ask for fewer choices",
-            param="echo",
-        )
 
 
 def _kept(keep: int, limit: int) -> int:

@@ -7,7 +7,7 @@ question about the pair, and the score is how likely its yes is, of the two (Qwe
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import exp, sqrt
 from os import urandom
@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ..errors import EngineFailed, InvalidRequest
 from ..request import GenerateRequest, SamplingParams, ServedTask, TokenChunk
+from ..turns import go_on
 from .batches import Batch
 from .bodies import hints, json_object, parsed
 from .chat import Conversation
@@ -165,7 +166,9 @@ class Ranker:
             ]
             return {**head, "results": results, "usage": usage}
 
-        return self._batch(request, "rerank-", [(request.query, text) for text in texts], "documents", tell)
+        pairs = [(request.query, text) for text in texts]
+        repeated = sum(map(len, texts)) if request.return_documents else 0
+        return self._batch(request, "rerank-", pairs, "documents", tell, repeated)
 
     def score(self, body: bytes) -> Batch:
         """A body of /v1/score. Raises RequestError."""
@@ -184,19 +187,20 @@ class Ranker:
         pairs: list[tuple[str, str]],
         param: str,
         tell: Callable[[Sequence[float], dict[str, Any], dict[str, int]], dict[str, Any]],
+        repeated: int = 0,
     ) -> Batch:
-        limit = self._planner.admit(request.model, "embed", "score")
+        limit = self._planner.served.admit(request.model, "embed", "score")
         answer_id = prefix + urandom(16).hex()
         make = self._cosines if self._task().kind == "embed" else self._judged
         requests, read = make(request, answer_id, pairs, limit, param)
-        head = {"id": answer_id, "model": self._planner.named(request.model)}
+        head = {"id": answer_id, "model": self._planner.served.named(request.model)}
 
-        def told(chunks: Sequence[TokenChunk], tokens: int) -> bytes:
+        def told(chunks: Sequence[TokenChunk], tokens: int) -> Iterator[bytes]:
             usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-            return json.dumps(tell(read(chunks), head, usage)).encode()
+            yield json.dumps(tell(read(chunks), head, usage)).encode()
 
         held = len(requests) * self._task().dimensions
-        return Batch(answer_id=answer_id, requests=requests, tell=told, numbers=held)
+        return Batch(answer_id=answer_id, requests=requests, tell=told, numbers=held, characters=repeated)
 
     def _cosines(
         self, request: _Pairs, answer_id: str, pairs: list[tuple[str, str]], limit: int, param: str
@@ -272,7 +276,10 @@ class Ranker:
 
 def _cosines_of(pairs: Sequence[tuple[int, int]], chunks: Sequence[TokenChunk]) -> list[float]:
     # Two vectors at a time: as numbers of Python's, those of a large request would take half a gigabyte.
-    lengths = [sqrt(sum(entry * entry for entry in numbers(chunk))) or 1.0 for chunk in chunks]
+    lengths: list[float] = []
+    for chunk in chunks:
+        lengths.append(sqrt(sum(entry * entry for entry in numbers(chunk))) or 1.0)
+        go_on()
     found: list[float] = []
     unpacked, vector = -1, tuple[float, ...]()
     for first, second in pairs:
@@ -280,6 +287,7 @@ def _cosines_of(pairs: Sequence[tuple[int, int]], chunks: Sequence[TokenChunk]) 
             unpacked, vector = first, numbers(chunks[first])
         product = sum(a * b for a, b in zip(vector, numbers(chunks[second]), strict=True))
         found.append(product / (lengths[first] * lengths[second]))
+        go_on()
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from secrets import token_hex
 from typing import Any
 
@@ -253,14 +253,14 @@ class ResponsesFormat(Format):
         """Of the open item. Grown within it, all of it would be copied for each token."""
         self._reason = ""
 
-    def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
+    def whole(self, answers: Iterable[Answer], usage: Usage) -> Iterator[bytes]:
         """A non-streamed answer."""
-        answer = answers[0]
+        (answer,) = answers
         items = [_reasoning(answer.reasoning)] if answer.reasoning else []
         items += [_message(answer.text)] if answer.text or not answer.calls else []
         items += [self._called(c) for c in answer.calls]
         _, told = self._response(items, answer.finish_reason, usage, answer)
-        return told.encode()
+        yield told.encode()
 
     def first(self, index: int, request: GenerateRequest, prompt_tokens: int) -> bytes:
         """The response, without output yet."""

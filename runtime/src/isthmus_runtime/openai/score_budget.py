@@ -15,10 +15,10 @@ from .schema import MAX_SCORES
 
 MAX_HELD = 4 * MAX_SCORES
 """About 240 MiB, in an engine as records and here as records and then as text."""
-MAX_NUMBERS_HELD = 16 * MAX_NUMBERS
-"""256 MiB as vectors, and three times as much where all of them are told as text at once."""
+MAX_NUMBERS_HELD = 8 * MAX_NUMBERS
+"""128 MiB as vectors, and three times as much beside them where all of them are told as text."""
 MAX_TOKENS_HELD = 4 * MAX_TOKENS
-"""256 MiB."""
+"""256 MiB as they wait. On their way to an engine they take 20 bytes each; the memory net stands below."""
 MAX_ECHOES, MAX_ECHOES_HELD = 1 << 25, 1 << 27
 """Bytes of prompts that answers repeat, of one request (characters of four bytes, and where its tokens begin) and of
 all."""

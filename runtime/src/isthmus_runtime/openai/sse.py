@@ -149,10 +149,21 @@ class Format:
         """What ends a stream that fails."""
         return error_event(error)
 
-    def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
-        """A non-streamed answer."""
-        choices = ",".join([self._choice(i, a) for i, a in enumerate(answers)])
-        return f'{self._head},"choices":[{choices}],"usage":{usage.to_json()}}}'.encode()
+    def whole(self, answers: Iterable[Answer], usage: Usage) -> Iterator[bytes]:
+        """A non-streamed answer, in pieces; of `answers`, at least one, each is needed until the next is asked for."""
+        prompt: Told | None = None
+        yield f'{self._head},"choices":['.encode()
+        for index, answer in enumerate(answers):
+            prompt = prompt or answer.prompt
+            if index:
+                yield b","
+            yield self._choice(index, answer).encode()
+        assert prompt is not None
+        yield f'],"usage":{usage.to_json()}{self._of_prompt(prompt)}}}'.encode()
+
+    def _of_prompt(self, prompt: Told) -> str:
+        """What a non-streamed answer tells of the prompt beside its choices, as fields."""
+        return ""
 
     def _choice(self, index: int, answer: Answer) -> str:
         raise AssertionError("defined by each format")
@@ -243,11 +254,9 @@ class ChatFormat(Format):
         told = f'{self._open}{index},"delta":{{}},"logprobs":null,"finish_reason":"{reason}"'
         return told.encode() + self._closed(more)
 
-    def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
-        """A non-streamed answer."""
-        body, prompt = super().whole(answers, usage), answers[0].prompt
+    def _of_prompt(self, prompt: Told) -> str:
         ids = f',"prompt_token_ids":{json.dumps(list(prompt.ids))}' if self._return_ids else ""
-        return body[:-1] + f"{ids}{self._scores(prompt)}}}".encode()
+        return f"{ids}{self._scores(prompt)}"
 
     def _call(self, call: ToolCall, index: str = "") -> str:
         name, arguments = encode_basestring_ascii(call.name), encode_basestring_ascii(call.arguments)

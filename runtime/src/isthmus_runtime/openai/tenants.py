@@ -18,8 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from pydantic.alias_generators import to_camel
 
 from ..errors import ConfigError, InvalidRequest, Overloaded
-from .answer import Job
 from .batches import Batch
+from .job import Job
 
 MAX_TENANTS = 1000
 """Each is a label of some metrics."""

@@ -15,8 +15,11 @@ from ..errors import InvalidRequest, Overloaded
 MAX_OF_AN_ANSWER, MAX_OF_ANSWERS = 1 << 19, 1 << 20
 """Log-probabilities of what was generated that nobody has been told: of one request, as of 25,000 tokens with 20
 alternatives, and of all. Each takes 120 bytes as a record, and 70 as text."""
-CHARACTERS = 256
-"""Of a whole answer's text that count as one: of all answers 268 million, as much as clients may leave unread."""
+CHARACTERS = 64
+"""Of a whole answer's text that count as one: 32 Mi of one answer, of all 64 Mi. While it is written a text takes three
+to six times as much."""
+_BYTES = 256
+"""That one takes, about, with what is written of it."""
 _RETRY_AFTER_S = 1.0
 
 
@@ -53,7 +56,7 @@ class AnswerScores:
 
     def by_task(self) -> Iterator[tuple[object, int]]:
         """Bytes of each request that runs."""
-        return ((one.task, one.held * CHARACTERS) for one in self._answers if one.held)
+        return ((one.task, one.held * _BYTES) for one in self._answers if one.held)
 
     def begins(self, untold: Untold) -> None:
         """A request runs."""

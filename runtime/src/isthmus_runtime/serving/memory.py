@@ -124,6 +124,11 @@ class MemoryGuard:
         return None if self._pressure is None else self._pressure.room
 
     @property
+    def room_on_the_way(self) -> int | None:
+        """Bytes that may be taken, all together, by what is made of bodies while they are planned; None: any."""
+        return None if self.room is None else self.room // 2
+
+    @property
     def excess(self) -> int:
         """Bytes that requests have beyond what makes it tight."""
         return 0 if self._pressure is None else self._pressure.excess
@@ -142,10 +147,6 @@ class MemoryGuard:
     def critical(self) -> bool:
         """Whether nothing new is taken."""
         return self.level is Level.CRITICAL
-
-    def has_room(self, size: int) -> bool:
-        """Whether so many bytes were free when it was looked last."""
-        return self._use is None or self._last.limit - self._last.used >= size
 
     def due(self, *, works: bool) -> bool:
         """Whether to look by time, which is asked ten times a second: always while requests are there."""

@@ -23,6 +23,7 @@ from . import half_closed
 from .access import OF_RUNNING
 from .answering import Answering
 from .call import WHOLE, error_answer
+from .clients import known_by
 from .heads import read_head, size_of
 from .limits import ACCOUNT, HeadTooLarge, TooSlow
 from .memory import LARGE_BODY
@@ -300,7 +301,7 @@ class Protocol(HttpToolsProtocol):
 
     @property
     def _address(self) -> str:
-        return self.client[0] if self.client else ""
+        return known_by(self.client[0]) if self.client else ""
 
     @property
     def unread(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import os
 import resource
 import signal
 import socket
@@ -17,7 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from ..errors import ConfigError
-from ..threads import running_pool
+from ..threads import processors, running_pool
 from .admission import connections_within
 from .in_flight import InFlight
 from .limits import Limits
@@ -133,7 +132,7 @@ async def run_app(
     listener = _bind(host, port)
     listener.listen(_BACKLOG)
     # As many as it would make by itself.
-    loop.set_default_executor(running_pool(min(_MOST_THREADS, (os.cpu_count() or 1) + 4), "beside-loop"))
+    loop.set_default_executor(running_pool(min(_MOST_THREADS, processors() + 4), "beside-loop"))
     server = Server(app, _within_descriptors(limits or Limits()), memory, in_flight)
     await server.startup([listener])
     memory.start()

@@ -8,6 +8,7 @@ from ..config import StoreConfig, TransferConfig
 from ..credentials import Credentials
 from ..errors import ConfigError
 from ..kv.keys import pool_secret
+from ..own_namespace import absolute_address
 from .backend import TransferBackend
 from .memory import MemoryFabric
 
@@ -53,7 +54,7 @@ def make_transfer(
             raise ConfigError(f"--transfer-transport {cfg.transport} with --transfer-mode store: only tcp is available")
         return StoreTransfer(
             host=cfg.host,
-            master=cfg.store.master,
+            master=absolute_address(cfg.store.master),
             segment_bytes=cfg.store.segment_bytes,
             replicas=cfg.store.replicas,
             secret=secret,

@@ -1,0 +1,218 @@
+"""One request from its body to the end of its answer: planned on the event loop or off it, counted in the budgets of
+all requests, within its tenant's limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ..errors import InvalidRequest
+from ..interfaces.backend import Backend
+from ..loop_share import LoopShare
+from ..metrics import RequestMetrics, TenantMetrics
+from ..request import Structure
+from ..serving.call import Call
+from ..serving.memory import MemoryGuard
+from ..structured.checker import Checker
+from ..tracing.span import Span, current
+from .answer import Runner
+from .batches import WIDTH, Batch, BatchRunner
+from .chat import NeedsThread
+from .job import Job, kept_by, takes_turns
+from .lifecycle import Lifecycle, Progress, known_as, whose
+from .plan import Plan
+from .score_budget import ScoreBudget, echo_budget, kept_budget, token_budget, vector_budget
+from .sse import Usage
+from .tenants import Tenant
+from .tenants_file import TenantsFile
+from .writers import Writers
+
+_OFF_LOOP_BYTES = 1 << 12
+"""Bodies above this are parsed and tokenised in a thread, so that other streams do not wait: words take 0.2 ms, digits,
+which are the slowest, 9."""
+_BRIEF_BATCH_BYTES = 200
+"""The same for batches: each text, of which one letter is enough, may be rendered by a template (0.15 ms)."""
+_MANY_TOKENS = 1 << 14
+"""Of the prompts of a generation, and ids that it allows; fewer are not counted among those that all requests may
+have."""
+_ID_BYTES = 24
+"""Of a token of a prompt: its place among the ids, as JSON as it came, and in the body that an engine gets."""
+_MANY_NUMBERS, _MANY_SCORES = 1 << 14, 1 << 10
+"""Of the vectors of a request, and log-probabilities of its prompts; fewer are not counted among those of all: whoever
+has most of these would keep everybody out."""
+_MUCH_ECHO = 1 << 16
+"""Bytes that an answer repeats; fewer are not counted among those of all requests."""
+_MUCH_KEPT = 1 << 14
+"""The same of what is kept of a body."""
+
+
+class Works:
+    """Of all requests that generate, embed or score."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        requests: Lifecycle,
+        *,
+        model: str,
+        tenants: TenantsFile | None,
+        metrics: RequestMetrics | None,
+        tenant_metrics: TenantMetrics | None,
+        grammars: Checker | None,
+        memory: MemoryGuard,
+        clock: Callable[[], float],
+    ) -> None:
+        """`model`: what traces call it. `grammars` None: requests for structured output are refused."""
+        writers = Writers()
+        self._runner = Runner(backend, writers, metrics, clock)
+        self._batches = BatchRunner(backend, writers, metrics, clock)
+        self._requests = requests
+        self._model = model
+        self._tenants = tenants
+        self._tenant_metrics = tenant_metrics
+        self._grammars = grammars
+        self._planning = LoopShare()
+        self._scores = ScoreBudget()
+        self._numbers = vector_budget()
+        self._tokens = token_budget()
+        self._echoes = echo_budget()
+        self._kept = kept_budget()
+        memory.add_book(self._runner.untold)
+
+    async def generate(self, call: Call, plan: Plan, progress: Progress) -> None:
+        """Plan what a body asks for, and answer it as it is generated."""
+        progress.stage = "reading"
+        body = await call.read()
+        progress.stage = "planning"
+        span = current()
+        tokenise = span.child("tokenise")
+        try:
+            job = await self._plan(call, plan, body, progress.tenant)
+        finally:
+            tokenise.end()
+        if span.recording:
+            _describe_job(span, job, self._model)
+        del body  # megabytes, which an answer would keep as long as it streams
+        who = whose(call, progress.tenant)
+        tokens = sum(len(request.prompt_token_ids) for request in job.requests[:: job.n])
+        echoed = sum(echo.bytes_held for echo in job.echoes)
+        kept = kept_by(job)
+        call.drop(kept + tokens * _ID_BYTES + echoed, who)
+        with (
+            self._kept.holding(kept if kept > _MUCH_KEPT else 0, who),
+            self._echoes.holding(echoed if echoed > _MUCH_ECHO else 0, who),
+        ):
+            await self._run_planned(call, job, progress, who, tokens)
+
+    async def _run_planned(self, call: Call, job: Job, progress: Progress, client: str, tokens: int) -> None:
+        job.client = client
+        if job.stream or takes_turns(job):
+            job.requests = tuple(replace(request, client=known_as(client)) for request in job.requests)
+            if job.structure is not None:
+                await self._check_structure(job.structure, job.structure_param, client)
+        progress.stage, progress.answer_id, progress.format = "generation", job.answer_id, job.format
+        tokens += len(job.requests[0].sampling.allowed_token_ids)  # of all choices, which share them
+        counted = tokens if tokens > _MANY_TOKENS else 0
+        scores = job.scores if job.scores > _MANY_SCORES else 0
+        with self._scores.holding(scores, client) as job.told, self._tokens.holding(counted, client):
+            if progress.tenant is None:
+                await self._run(job, progress.arrived, call)
+            else:
+                await self._run_of(progress.tenant, job, progress.arrived, call)
+
+    async def batch(self, call: Call, plan: Callable[[bytes], Batch], progress: Progress) -> None:
+        """The same of a batch, which is answered in one piece."""
+        progress.stage = "reading"
+        body = await call.read()
+        progress.stage = "planning"
+        tokenise = current().child("tokenise")
+        try:
+            if len(body) <= _BRIEF_BATCH_BYTES:
+                await self._planning.room(whose(call, progress.tenant))
+                with self._planning.spending():
+                    batch = plan(body)
+            else:
+                batch = await self._requests.planned(call, progress.tenant, plan, body)
+        finally:
+            tokenise.end()
+        del body
+        who = whose(call, progress.tenant)
+        batch = replace(batch, client=who)
+        call.drop(batch.prompt_tokens * _ID_BYTES, who)
+        progress.stage, progress.answer_id = "generation", batch.answer_id
+        numbers = batch.numbers if batch.numbers > _MANY_NUMBERS else 0
+        tokens = batch.prompt_tokens if batch.prompt_tokens > _MANY_TOKENS else 0
+        with self._numbers.holding(numbers, who), self._tokens.holding(tokens, who):
+            await self._run_batch(batch, progress.tenant, progress.arrived, call)
+
+    async def _run_batch(self, batch: Batch, tenant: Tenant | None, arrived: float, call: Call) -> None:
+        width = min(WIDTH, len(batch.requests))
+        if tenant is None:
+            usage = await self._batches.run(batch, width, arrived, call)
+        else:
+            assert self._tenants is not None
+            width = min(width, tenant.concurrency or width)
+            with self._tenants.tenants.running(tenant, width):
+                usage = await self._batches.run(tenant.own(batch), width, arrived, call)
+            if self._tenant_metrics is not None:
+                self._tenant_metrics.used(tenant.name, usage.prompt_tokens, usage.completion_tokens)
+        if (span := current()).recording:
+            span.set({"gen_ai.request.model": self._model, "gen_ai.response.id": batch.answer_id})
+            _describe_answer(span, usage)
+
+    async def _run(self, job: Job, arrived: float, call: Call) -> Usage:
+        usage = await (self._runner.stream if job.stream else self._runner.whole)(job, arrived, call)
+        if (span := current()).recording:
+            _describe_answer(span, usage)
+        return usage
+
+    async def _run_of(self, tenant: Tenant, job: Job, arrived: float, call: Call) -> None:
+        assert self._tenants is not None
+        with self._tenants.tenants.running(tenant, len(job.requests)):
+            usage = await self._run(tenant.own(job), arrived, call)
+        if self._tenant_metrics is not None:
+            self._tenant_metrics.used(tenant.name, usage.prompt_tokens, usage.completion_tokens)
+
+    async def _check_structure(self, structure: Structure, param: str, who: str) -> None:
+        if self._grammars is None:
+            raise InvalidRequest(f"{param}: not available here", param=param)
+        await self._grammars.check(structure, param, who)
+
+    async def _plan(self, call: Call, plan: Plan, body: bytes, tenant: Tenant | None) -> Job:
+        """A short body is planned here and now, unless that turns out to take long."""
+        if len(body) <= _OFF_LOOP_BYTES:
+            await self._planning.room(whose(call, tenant))
+            try:
+                with self._planning.spending():
+                    return plan(body, briefly=True)
+            except NeedsThread:
+                pass
+        return await self._requests.planned(call, tenant, plan, body)
+
+
+def _describe_job(span: Span, job: Job, model: str) -> None:
+    """What was asked for, by the conventions for generative AI; nothing of the prompt itself."""
+    sampling = job.requests[0].sampling
+    span.set(
+        {
+            "gen_ai.provider.name": "isthmus",
+            "gen_ai.request.model": model,
+            "gen_ai.response.id": job.answer_id,
+            "gen_ai.request.max_tokens": sampling.max_tokens,
+            "gen_ai.request.temperature": sampling.temperature,
+            "gen_ai.request.top_p": sampling.top_p,
+            "gen_ai.request.choice.count": len(job.requests),
+            "gen_ai.request.stream": job.stream,
+        }
+    )
+
+
+def _describe_answer(span: Span, usage: Usage) -> None:
+    span.set(
+        {
+            "http.response.status_code": 200,
+            "gen_ai.usage.input_tokens": usage.prompt_tokens,
+            "gen_ai.usage.output_tokens": usage.completion_tokens,
+            "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+        }
+    )
