@@ -44,7 +44,8 @@ def helm() -> str:
 
 def run_helm(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run helm without a cluster and without the user's own settings."""
-    environment = {**os.environ, "KUBECONFIG": os.devnull, "HELM_NAMESPACE": NAMESPACE}
+    # A third of the processor's time of each call was Go's collector.
+    environment = {**os.environ, "GOGC": "400", "KUBECONFIG": os.devnull, "HELM_NAMESPACE": NAMESPACE}
     return subprocess.run(
         [helm(), *arguments], capture_output=True, text=True, timeout=HELM_S, env=environment, check=False
     )

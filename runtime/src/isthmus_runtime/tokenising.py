@@ -37,12 +37,12 @@ class Tokenising:
     ) -> None:
         """`tokenise` raises InvalidRequest. `one_by_one`: of `Turns`. `most`: bytes that large texts may take together
         on their way, as of `Reserve`."""
-        self._reserve = Reserve(most, _MOST_WAITING, "large prompts wait to be tokenised")
         self._tokenise = tokenise
         self._short = LoopShare()
         self._threads = ThreadsInTurns(
             _THREADS, "tokenise", _MOST_WAITING, "prompts wait to be tokenised", one_by_one=one_by_one
         )
+        self._reserve = Reserve(most, _MOST_WAITING, "large prompts wait to be tokenised", self._threads.make_way)
 
     async def by_ids(self, request: GenerateRequest) -> GenerateRequest:
         """`request`, whose prompt is text, by ids, with what is left of its time.

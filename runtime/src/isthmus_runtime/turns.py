@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TypeVar
@@ -270,6 +270,8 @@ class ThreadsInTurns:
         self._paused, self._most_paused = (0, 0) if count == 1 else (count * _PAUSED, count * _MOST_PAUSED)
         self._threads = running_pool(count + self._most_paused, name)
         self._long: set[_Task] = set()
+        self._holding: set[_Task] = set()
+        """Those whose end somebody may wait for."""
 
     async def do(self, who: str, make: Callable[[_A], _M], what: _A, ended: Callable[[], None] = lambda: None) -> _M:
         """What `make` makes of `what`, on a thread. Overloaded as of `Turns.take`.
@@ -285,7 +287,8 @@ class ThreadsInTurns:
                 self._begun.give_back(who)
                 raise
         except BaseException:
-            ended()
+            if ended is not None:
+                ended()
             raise
         loop = asyncio.get_running_loop()
         task = _Task(who, partial(self._pause, loop) if self._most_paused else None)
@@ -298,6 +301,8 @@ class ThreadsInTurns:
             finally:
                 _work.task = None
 
+        if ended is not None:
+            self._holding.add(task)
         work = loop.run_in_executor(self._threads, make_it)
 
         def over(work: asyncio.Future[_M]) -> None:
@@ -305,7 +310,9 @@ class ThreadsInTurns:
             if task.has_turn:
                 self._turns.give_back(who, again=task.long)
             self._begun.give_back(who)
-            ended()
+            self._holding.discard(task)
+            if ended is not None:
+                ended()
             error = None if work.cancelled() else work.exception()
             if error is not None and not isinstance(error, RequestError):
                 # Whoever asked may have left, and then nobody else tells.
@@ -353,14 +360,28 @@ class ThreadsInTurns:
         may_end = [task for task in going_on if crowded or task.worked_s > FAIR_WORK_S]
         if len(going_on) <= self._paused or not may_end:
             return
-        taken_s: defaultdict[str, float] = defaultdict(float)
-        for task in going_on:
-            taken_s[task.who] += task.worked_s
-        longest = max(may_end, key=lambda task: (taken_s[task.who], task.worked_s))
-        longest.end(
-            Overloaded(
-                f"{len(going_on)} requests have long texts, and those of this one have taken {longest.worked_s:.1f} s "
-                "of a processor until now: send fewer or shorter ones in a request, or retry later",
-                status=429,
-            )
-        )
+        _longest(may_end, going_on).end(_too_long(len(going_on)))
+
+    def make_way(self) -> None:
+        """Somebody waits for what works hold that were given an `ended`: the longest of them ends, of the client whose
+        have taken most, if it has worked for FAIR_WORK_S."""
+        holding = [task for task in self._holding if not task.ending]
+        may_end = [task for task in holding if task.worked_s > FAIR_WORK_S]
+        if may_end:
+            _longest(may_end, holding).end(_too_long(len(holding)))
+
+
+def _longest(may_end: Sequence[_Task], tasks: Sequence[_Task]) -> _Task:
+    """Of the client whose `tasks` have taken most."""
+    taken_s: defaultdict[str, float] = defaultdict(float)
+    for task in tasks:
+        taken_s[task.who] += task.worked_s
+    return max(may_end, key=lambda task: (taken_s[task.who], task.worked_s))
+
+
+def _too_long(count: int) -> Overloaded:
+    return Overloaded(
+        f"{count} requests have long texts, and those of this one have taken more than {FAIR_WORK_S:g} s of a "
+        "processor, or most of all: send fewer or shorter ones in a request, or retry later",
+        status=429,
+    )

@@ -15,14 +15,17 @@ from typing import Any
 import aiohttp
 import pytest
 
+from isthmus_runtime.errors import MemoryShort, Overloaded
 from isthmus_runtime.openai.keys import Keys
 from isthmus_runtime.openai.lifecycle import Lifecycle, planning_takes
+from isthmus_runtime.serving import memory
 from isthmus_runtime.serving.call import Call
 from isthmus_runtime.serving.in_flight import InFlight
 from isthmus_runtime.serving.memory import LOOK_AFTER, MemoryGuard
 from isthmus_runtime.serving.port import PortState
-from isthmus_runtime.serving.pressure import Use
+from isthmus_runtime.serving.pressure import Level, Use
 from isthmus_runtime.tracing.span import NO_TRACER
+from isthmus_runtime.turns import go_on
 
 GIB = 1 << 30
 
@@ -153,8 +156,8 @@ def test_large_bodies_are_planned_one_at_a_time_where_there_is_no_room_for_sever
         def planned(name: str, size: int, host: str) -> asyncio.Task[str]:
             return asyncio.create_task(lifecycle.planned(_call(host), None, plan, name.encode() * size))
 
-        large, small = 700_000, 1 << 16
-        assert guard.room is not None and planning_takes(large) < guard.room // 2 < 2 * planning_takes(large)
+        large, small = 600_000, 70_000
+        assert guard.room is not None and planning_takes(large) < 3 * guard.room // 8 < 2 * planning_takes(large)
         first = planned("a", large, "127.0.0.1")
         await until(lambda: begun == ["a"])
         second = planned("b", large, "127.0.0.2")
@@ -172,6 +175,67 @@ def test_large_bodies_are_planned_one_at_a_time_where_there_is_no_room_for_sever
         await until(lambda: "b" in begun)
         may_end["b"].set()
         assert await second == "b"
+        guard.close()
+
+    run(main())
+
+
+def test_a_plan_that_takes_long_ends_where_others_wait_for_its_memory(run, monkeypatch) -> None:
+    """Two requests of 650 KB kept everybody's bodies waiting for a minute. What is small waits for none of them."""
+    monkeypatch.setattr("isthmus_runtime.turns.FAIR_WORK_S", 0.0)
+
+    async def main() -> None:
+        guard = MemoryGuard(Meter())
+        guard.start()
+        lifecycle = _lifecycle(guard)
+        begun = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def long(body: bytes) -> int:
+            loop.call_soon_threadsafe(begun.set)
+            while True:
+                go_on()
+
+        first = asyncio.create_task(lifecycle.planned(_call("127.0.0.1"), None, long, b"x" * 600_000))
+        await begun.wait()
+        assert await lifecycle.planned(_call("127.0.0.2"), None, len, b"x" * 70_000) == 70_000
+        assert not first.done()
+        assert await lifecycle.planned(_call("127.0.0.2"), None, len, b"x" * 600_000) == 600_000
+        with pytest.raises(Overloaded, match="long texts"):
+            await first
+        assert lifecycle._large.used == lifecycle._small.used == 0
+        guard.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_before_a_large_plan_what_it_may_take_is_there_or_it_is_refused(run, monkeypatch, comes_back) -> None:
+    """Heaps of threads that had planned before kept 618 MiB, of which nobody was told, and one more was too much."""
+
+    async def main() -> None:
+        guard, given = MemoryGuard(Meter()), []
+        guard.start()
+
+        def give_back() -> None:
+            given.append(threading.current_thread().name)
+            guard._use.used -= (GIB // 2) * comes_back
+
+        monkeypatch.setattr(memory, "give_back", give_back)
+        lifecycle = _lifecycle(guard)
+        guard._use.used = 79 * GIB // 100
+        small, large = 70_000, 600_000
+        assert planning_takes(small) < 21 * GIB // 100 < planning_takes(large)
+        assert await lifecycle.planned(_call("127.0.0.1"), None, len, b"x" * small) == small
+        assert guard.level is Level.CALM and not given
+        asked = [lifecycle.planned(_call("127.0.0.1"), None, len, b"x" * large) for _ in range(2)]
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        if comes_back:
+            assert found == [large, large]
+        else:
+            assert all(isinstance(one, MemoryShort) and "may take 240 MiB on its way" in one.message for one in found)
+        assert given[0].startswith("trim") and len(given) == 1 + (not comes_back)
+        assert lifecycle._large.used == lifecycle._small.used == 0
         guard.close()
 
     run(main())
@@ -213,12 +277,12 @@ def test_who_leaves_at_any_moment_gives_back_what_planning_takes_once(run, at) -
         late.go()
         for _ in range(5):
             await asyncio.sleep(0)
-        assert lifecycle._reserve.used == 0
+        assert (lifecycle._small.used + lifecycle._large.used) == 0
         left = asyncio.create_task(lifecycle.planned(_call("127.0.0.1"), None, len, b"x" * 100_000))
         await until(lambda: late.works)
-        assert lifecycle._reserve.used == planning_takes(100_000)
+        assert (lifecycle._small.used + lifecycle._large.used) == planning_takes(100_000)
         late.go()
-        assert await left == 100_000 and lifecycle._reserve.used == 0
+        assert await left == 100_000 and (lifecycle._small.used + lifecycle._large.used) == 0
 
     run(main())
 

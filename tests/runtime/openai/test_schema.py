@@ -20,14 +20,15 @@ from isthmus_runtime.openai.ranking import RerankRequest
 from isthmus_runtime.openai.schema import parse_chat, parse_completion
 from isthmus_runtime.request import Structure
 
+LEAST = {"model": "m", "prompt": "p"}, {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
 
 def completion(**fields):
-    return parse_completion(json.dumps({"model": "m", "prompt": "p", **fields}).encode())
+    return parse_completion(json.dumps({**LEAST[0], **fields}).encode())
 
 
 def chat(**fields):
-    messages = [{"role": "user", "content": "hi"}]
-    return parse_chat(json.dumps({"model": "m", "messages": messages, **fields}).encode())
+    return parse_chat(json.dumps({**LEAST[1], **fields}).encode())
 
 
 NEUTRAL_BOTH = {
@@ -390,11 +391,12 @@ def test_logit_options_that_cannot_be(given, structured, words):
     ],
 )
 def test_what_is_large_and_wrong_is_refused_by_its_size(given, words):
-    for parse in (completion, chat):
+    for parse, least in zip((parse_completion, parse_chat), LEAST, strict=True):
+        body = json.dumps({**least, **given}).encode()
         tracemalloc.start()
         try:
             with pytest.raises(InvalidRequest, match=words):
-                parse(**given)
+                parse(body)
             assert tracemalloc.get_traced_memory()[1] < 30 << 20
         finally:
             tracemalloc.stop()

@@ -39,6 +39,7 @@ _MOST_COMPUTING = 64
 """Requests to `compute` that wait for their turn."""
 _MOST_PLANNING, _PLACES = 1024, min(16, max(4, processors()))
 """Long requests that wait to be planned, and how many are at a time."""
+_WAIT = "large bodies wait to be planned"
 _MOST_LETTERS, _OF_A_BYTE = 1 << 20, 21
 """Characters that are tokenised at a time where nothing cuts them; and bytes that planning takes at most for each of a
 body, as JSON, marked, rendered and made bare again (tests/hostile)."""
@@ -96,7 +97,6 @@ class Lifecycle:
         self._tenant_metrics = tenant_metrics
         self._tracer = tracer
         self._clock = clock
-        self._reserve = Reserve(lambda: memory.room_on_the_way, _MOST_PLANNING, "large bodies wait to be planned")
         # What a thread has begun cannot be ended: generations have others than what no engine is asked for.
         self._computing = ThreadsInTurns(1, "compute", _MOST_COMPUTING, "requests of this kind wait for their turn")
         self._planners = ThreadsInTurns(
@@ -105,6 +105,10 @@ class Lifecycle:
             _MOST_PLANNING,
             "long prompts and batches wait to be planned",
             one_by_one=lambda: memory.tight,
+        )
+        # Two, so that many small ones and few large ones do not wait for each other.
+        self._small, self._large = (
+            Reserve(partial(_share, memory, part), _MOST_PLANNING, _WAIT, self._planners.make_way) for part in (1, 3)
         )
 
     async def answer(
@@ -144,11 +148,14 @@ class Lifecycle:
         if len(body) <= LARGE:
             return await self._planners.do(who, plan, body)
         takes = planning_takes(len(body))
-        await self._reserve.take(who, takes)
-        ended = partial(self._reserve.give_back, takes)
+        share = _share(self._memory, 1)
+        reserve = self._small if share is None or takes <= share else self._large
+        await reserve.take(who, takes)
+        ended = partial(reserve.give_back, takes)
         try:
             self._memory.look()
             self._memory.check_new()
+            await self._memory.make_room(takes)
         except BaseException:
             ended()
             raise
@@ -214,6 +221,12 @@ class Lifecycle:
     def _count_tenant(self, progress: Progress, status: int) -> None:
         if progress.tenant is not None and self._tenant_metrics is not None:
             self._tenant_metrics.ended(progress.tenant.name, status)
+
+
+def _share(memory: MemoryGuard, quarters: int) -> int | None:
+    """So many of what may be taken on the way; None: anything."""
+    room = memory.room_on_the_way
+    return None if room is None else quarters * room // 4
 
 
 def planning_takes(size: int) -> int:
