@@ -15,14 +15,15 @@ from typing import Any
 import aiohttp
 import pytest
 
-from isthmus_runtime.errors import Overloaded
+from isthmus_runtime.errors import MemoryShort, Overloaded
 from isthmus_runtime.openai.keys import Keys
 from isthmus_runtime.openai.lifecycle import Lifecycle, planning_takes
+from isthmus_runtime.serving import memory
 from isthmus_runtime.serving.call import Call
 from isthmus_runtime.serving.in_flight import InFlight
 from isthmus_runtime.serving.memory import LOOK_AFTER, MemoryGuard
 from isthmus_runtime.serving.port import PortState
-from isthmus_runtime.serving.pressure import Use
+from isthmus_runtime.serving.pressure import Level, Use
 from isthmus_runtime.tracing.span import NO_TRACER
 from isthmus_runtime.turns import go_on
 
@@ -202,6 +203,38 @@ def test_a_plan_that_takes_long_ends_where_others_wait_for_its_memory(run, monke
         assert await lifecycle.planned(_call("127.0.0.2"), None, len, b"x" * 600_000) == 600_000
         with pytest.raises(Overloaded, match="long texts"):
             await first
+        assert lifecycle._large.used == lifecycle._small.used == 0
+        guard.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_before_a_large_plan_what_it_may_take_is_there_or_it_is_refused(run, monkeypatch, comes_back) -> None:
+    """Heaps of threads that had planned before kept 618 MiB, of which nobody was told, and one more was too much."""
+
+    async def main() -> None:
+        guard, given = MemoryGuard(Meter()), []
+        guard.start()
+
+        def give_back() -> None:
+            given.append(threading.current_thread().name)
+            guard._use.used -= (GIB // 2) * comes_back
+
+        monkeypatch.setattr(memory, "give_back", give_back)
+        lifecycle = _lifecycle(guard)
+        guard._use.used = 79 * GIB // 100
+        small, large = 70_000, 600_000
+        assert planning_takes(small) < 21 * GIB // 100 < planning_takes(large)
+        assert await lifecycle.planned(_call("127.0.0.1"), None, len, b"x" * small) == small
+        assert guard.level is Level.CALM and not given
+        asked = [lifecycle.planned(_call("127.0.0.1"), None, len, b"x" * large) for _ in range(2)]
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        if comes_back:
+            assert found == [large, large]
+        else:
+            assert all(isinstance(one, MemoryShort) and "may take 240 MiB on its way" in one.message for one in found)
+        assert given[0].startswith("trim") and len(given) == 1 + (not comes_back)
         assert lifecycle._large.used == lifecycle._small.used == 0
         guard.close()
 

@@ -155,6 +155,7 @@ class Lifecycle:
         try:
             self._memory.look()
             self._memory.check_new()
+            await self._memory.make_room(takes)
         except BaseException:
             ended()
             raise

@@ -5,6 +5,7 @@ The net below all bounds of single things: whatever none of them counts is in he
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import logging
 import time
@@ -36,6 +37,33 @@ def give_back() -> None:
     megabyte, without the interpreter's lock."""
     if _trim is not None:
         _trim(0)
+
+
+def let_go_of_large_blocks() -> None:
+    """From now on what is large is a mapping of its own, which is gone when it is freed.
+
+    By itself glibc takes blocks of up to 32 MiB from its heaps once some were freed, and keeps as much as 64 MiB at the
+    end of each: one for each thread, of which `give_back` gives back nothing. For processes that compute no model,
+    whose tensors would be mapped anew in each step.
+    """
+    if _settings is not None:
+        _settings(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
+        _settings(_M_TRIM_THRESHOLD, 2 * _LARGE_BLOCK)
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Of mallopt(3)."""
+_LARGE_BLOCK = 1 << 20
+
+
+def _find_settings() -> Callable[[int, int], int] | None:
+    try:
+        return ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return None
+
+
+_settings = _find_settings()
 
 
 def _find_trim() -> Callable[[int], int] | None:
@@ -181,6 +209,29 @@ class MemoryGuard:
             )
         if self.tight or (idle and self._pressure.above_start(self._last) > _WORTH_TRIMMING):
             self._give_back(now)
+
+    async def make_room(self, size: int) -> None:
+        """Before what may take so many bytes, or more than all that is set aside for such work: where they are not
+        there, what is free is given back first. MemoryShort: they are not there then either."""
+        if not self._lacks(size):
+            return
+        if self._trimmer is not None:
+            if self._trimming is None or self._trimming.done():
+                self._trimmed = self._clock()
+                self._trimming = self._trimmer.submit(give_back)
+                self._trim_others()
+            await asyncio.shield(asyncio.wrap_future(self._trimming))
+            self.look()
+        if self._lacks(size):
+            self._refused("body")
+            raise MemoryShort(
+                f"memory: {self._cause()}, and what is made of a body of this size may take {size // _MIB} MiB on its "
+                "way; try again, or send less"
+            )
+
+    def _lacks(self, size: int) -> bool:
+        most = self.room_on_the_way
+        return most is not None and self._last.limit - self._last.used < min(size, most)
 
     def may_end(self) -> bool:
         """Whether one of the requests that run has to end now."""
