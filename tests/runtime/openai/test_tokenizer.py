@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from isthmus_runtime.commands.serve_engine import vocabulary_of
 from isthmus_runtime.errors import ConfigError, InvalidRequest
 from isthmus_runtime.openai.chat import ChatTemplate, Conversation
 from isthmus_runtime.openai.tokenizer import Tokenizer
@@ -164,3 +165,8 @@ def test_imported_model():
     ids = prompt.ids
     assert tokenizer.eos_token_ids and tokenizer.eos_token_ids[0] in ids
     assert max(ids) < tokenizer.vocab_size
+
+
+def test_engines_of_any_role_tell_by_which_tokenizer_their_ids_are(model_dir, tmp_path):
+    assert vocabulary_of(str(model_dir)) == Tokenizer.load(model_dir).digest
+    assert vocabulary_of(str(tmp_path)) == "", "nobody can tell"

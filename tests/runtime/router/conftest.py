@@ -67,7 +67,7 @@ class FakeEngine:
         self.is_ready = True
         self.max_model_len = 4096
         self.adapters = ()
-        self.tokenizer = ""
+        self.tokenizer = self.vocabulary = ""
         self.begins_early = False
         self.early_script = [tokens(7)]
         """What prefill says of a prompt that was begun without its ticket, before the answer."""
@@ -154,6 +154,7 @@ class FakeEngine:
             draining=self.draining,
             adapters=adapters,
             tokenizer=self.tokenizer,
+            vocabulary=self.vocabulary,
             begins_early=self.begins_early,
             load=LoadInfo(kv_usage=self.kv_usage),
         )

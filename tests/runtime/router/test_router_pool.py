@@ -11,6 +11,7 @@ import pytest
 
 from isthmus_runtime.errors import EngineFailed, Overloaded
 from isthmus_runtime.router import resolving
+from isthmus_runtime.router.passed_on import OwnTokenizer
 from isthmus_runtime.router.resolving import resolve_all
 
 
@@ -46,6 +47,29 @@ def test_no_compatible_prefill(rig, run, kit, difference, setting):
                 assert caught.value.status == 503 and caught.value.retry_after_s
                 assert "fingerprint" in r.backend.ready()
             assert prefill.prefills == []
+
+    run(main())
+
+
+@pytest.mark.parametrize("roles", [("prefill", "decode"), ("unified",)])
+def test_no_ids_go_to_an_engine_with_another_tokenizer(rig, run, kit, roles):
+    """As there are in a rollout to another model, whose ids mean other words."""
+
+    async def main():
+        engines = [kit.Engine(role, fingerprint=made) for made in ("old", "new") for role in roles]
+        for engine in engines:
+            engine.vocabulary = engine.fingerprint
+        olds, news = engines[: len(roles)], engines[len(roles) :]
+        own = OwnTokenizer("new", lambda prompt: [1])
+        async with rig(*engines, wait=False, tokenizer=own) as r:
+            await r.until_ready(len(news))
+            for number in range(4):
+                await kit.collect(r.backend, kit.request(request_id=f"r{number}"))
+            assert all(not engine.generates and not engine.prefills for engine in olds)
+            assert all(engine.generates or engine.prefills for engine in news)
+            assert all("another tokenizer" in states(r.pool)[engine.url][1] for engine in olds)
+            olds[-1].vocabulary = ""  # one that does not tell, of an older version
+            await r.until_ready(len(news) + 1)
 
     run(main())
 

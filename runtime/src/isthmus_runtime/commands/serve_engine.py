@@ -87,9 +87,10 @@ def serve_engine(config: EngineConfig, process: EngineProcess | None) -> NoRetur
     tokenizer = Tokenizer.load(config.model.path) if config.role is Role.UNIFIED else None
     if tokenizer is not None:
         tokenizer.prepare()
+    vocabulary = vocabulary_of(config.model.path) if tokenizer is None else tokenizer.digest
     opened = _here(config, load_executor(config)) if process is None else _apart(config, process)
     try:
-        status = uvloop.run(_serve(config, opened, tokenizer, started))
+        status = uvloop.run(_serve(config, opened, tokenizer, vocabulary, started))
         if process is not None:
             check_status(process.end(_END_S))
     except ConfigError as error:
@@ -162,13 +163,24 @@ def _apart(config: EngineConfig, process: EngineProcess) -> _Open:
     return opened
 
 
-async def _serve(config: EngineConfig, opened: _Open, tokenizer: Tokenizer | None, started: float) -> int:
+def vocabulary_of(path: str) -> str:
+    """Digest of a model's tokenizer, by which routers know what its ids mean; empty for a folder without one."""
+    try:
+        return Tokenizer.load(path).digest
+    except ConfigError as error:
+        log.warning("routers cannot tell whether their ids are this model's: %s", error)
+        return ""
+
+
+async def _serve(
+    config: EngineConfig, opened: _Open, tokenizer: Tokenizer | None, vocabulary: str, started: float
+) -> int:
     loop, traced = asyncio.get_running_loop(), bool(config.server.tracing.endpoint)
     feed = KvEventFeed(loop) if config.kv.prefix_caching else None
     streams = Streams(loop)
     starts = StartTimes(time.monotonic) if traced else None
     async with opened(streams, feed, starts) as served:
-        await _serve_ports(config, served, streams, feed, starts, tokenizer, started)
+        await _serve_ports(config, served, streams, feed, starts, tokenizer, vocabulary, started)
     return 0
 
 
@@ -179,6 +191,7 @@ async def _serve_ports(
     feed: KvEventFeed | None,
     starts: StartTimes | None,
     tokenizer: Tokenizer | None,
+    vocabulary: str,
     started: float,
 ) -> None:
     engine, facts, model_name = served.engine, served.facts, config.model.served_names[0]
@@ -216,6 +229,7 @@ async def _serve_ports(
             rank_sums=facts.rank_sums,
             model_revision=facts.model_revision,
             tokenizer="" if tokenizer is None else tokenizer.digest,
+            vocabulary=vocabulary,
             begins_early=True,
         )
 

@@ -102,6 +102,8 @@ class EngineInfo(_Reading):
     """What exactly is served, as `checkpoints.provenance.pinned_revision` finds it; empty where that is not known."""
     tokenizer: str = ""
     """Digest of the tokenizer by which it takes prompts as text; empty: it takes ids alone."""
+    vocabulary: str = ""
+    """Digest of its model's tokenizer, of any role: what its ids mean. Empty: that is not known."""
     begins_early: bool = False
     """It takes prompts before their tickets (prefill), and commits that tell the first token (decode)."""
 

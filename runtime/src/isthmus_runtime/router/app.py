@@ -74,6 +74,7 @@ class Router:
             on_gone=self._links.forget,
             prefixes=prefixes,
             credentials=credentials,
+            vocabulary="" if tokenizer is None else tokenizer.digest,
         )
         self.adapters = FleetAdapters(self.pool, self._links)
         metrics.kv_usage.set_function(lambda: kv_usage(v for v in self.pool.views() if v.role != "prefill"))

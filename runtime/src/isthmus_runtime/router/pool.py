@@ -52,9 +52,12 @@ class EnginePool:
         on_gone: Callable[[str], None] | None = None,
         prefixes: Prefixes | None = None,
         credentials: Credentials | None = None,
+        vocabulary: str = "",
     ) -> None:
         """`on_gone(url)` is called when an engine is neither listed nor in use any more. `prefixes` is told of lost
-        engines and, where it can follow them, fed with their KV events."""
+        engines and, where it can follow them, fed with their KV events. `vocabulary`: of the router's tokenizer;
+        engines that tell another take no requests."""
+        self._vocabulary = vocabulary
         self._prefixes = prefixes
         self._credentials = credentials
         self._session = session
@@ -284,6 +287,8 @@ class EnginePool:
         engine.rates.add(at, info.transfer.epoch, info.load)
         if info.role != engine.role:
             return f"is a {info.role} engine, but is listed as {engine.role}"
+        if self._vocabulary and info.vocabulary not in ("", self._vocabulary):
+            return "its model has another tokenizer than this router's: ids would be other words there"
         if info.draining:
             return "draining"
         if not ready:
