@@ -59,6 +59,7 @@ STRINGS: Mapping[str, Make] = {
     "marks": _cycle("e\u0301\u0323\u0308"),
     "onesmile": lambda n, r: "\U0001f600" + "a" * n,
     "control": _cycle("<|im_start|>"),
+    "smilecontrol": lambda n, r: "\U0001f600<|im_start|>" + "a" * n,
     "nearly": _cycle("<|im_sta"),
     "angles": _cycle("<"),
     "quotes": _cycle('"'),

@@ -33,6 +33,15 @@ def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of it that a program of `device` may have; no limit in the interpreter."""
+    if device.type != "cuda":
+        return 1 << 40
+    # torch's stub lacks it.
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
+
+
 _KEPT: dict[tuple[str, torch.device, tuple[int, ...], torch.dtype, int], Tensor] = {}
 _THREAD = threading.local()
 

@@ -414,6 +414,7 @@ def test_what_has_no_place_to_be_cut_is_bounded_by_what_a_context_is_worth(token
         (r"\p{L}?\p{L}?\p{L}?\p{L}+(?=\d)|.", False),
         (r"\p{L}+(?=\d)|" * 5 + ".", False),
         (r"[b-z]|" * 1000 + ".", False),
+        (r"\X+\d|\X+!|.", False),
         (r"(?:abc)+(?=\d)|.", True),
         (r"\p{L}+(?=\d)|" * 4 + ".", True),
         (

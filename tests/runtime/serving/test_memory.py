@@ -6,6 +6,8 @@ import asyncio
 import gzip
 import json
 import logging
+import subprocess
+import sys
 from contextlib import asynccontextmanager
 
 import pytest
@@ -383,6 +385,41 @@ def test_memory_that_is_free_goes_back_to_the_kernel() -> None:
     give_back()
     assert full - use.read().mine > 50 * MIB
     del kept
+
+
+_THREADS_WITH_TEXTS = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from isthmus_runtime.serving.memory import give_back, let_go_of_large_blocks
+from isthmus_runtime.serving.memory_use import find_limit
+
+def plan(number):
+    together.wait(20)
+    for _ in range(3):
+        text = "\U0001f600" * (7 << 20)
+        del text
+
+if sys.argv[1] == "let go":
+    let_go_of_large_blocks()
+use = find_limit(1 << 40, log=print)
+together, before = Barrier(6), use.read().mine
+with ThreadPoolExecutor(6) as threads:
+    list(threads.map(plan, range(6)))
+    give_back()
+    print((use.read().mine - before) >> 20)
+"""
+
+
+def _kept(how: str) -> int:
+    argv = [sys.executable, "-c", _THREADS_WITH_TEXTS, how]
+    return int(subprocess.run(argv, capture_output=True, check=True, text=True, timeout=60).stdout)
+
+
+def test_threads_keep_nothing_of_the_texts_that_they_have_planned() -> None:
+    """Six have had a text of 28 MiB each. By itself the heap of each keeps that for ever."""
+    assert _kept("as it is") > 100, "nothing to let go of here"
+    assert _kept("let go") < 30
 
 
 def test_errors_of_memory_survive_a_hop() -> None:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isthmus_kernels.device import multiprocessors, power_of_two, scratch
+from isthmus_kernels.device import multiprocessors, power_of_two, scratch, shared_memory
 from isthmus_kernels.fp8_linear import reference
 from isthmus_kernels.fp8_linear.reference import LARGEST, ScaledWeight
 
@@ -156,15 +156,16 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     return rounded, scales
 
 
-def few_rows_form(outputs: int, columns: int, processors: int) -> tuple[int, int, int]:
+def few_rows_form(outputs: int, columns: int, processors: int, room: int) -> tuple[int, int, int]:
     """Columns of a piece, parts of the columns and stages of a program's loads, for the product of few rows: as many
-    stages as leave room for all programs at once. Measured on an H200 (runtime/bench/LOG.md)."""
+    stages as leave room for all programs at once. Measured on an H200 (runtime/bench/LOG.md). `room`: bytes of shared
+    memory that a program may have."""
     groups = triton.cdiv(outputs, _FEW)
     parts = 2 if 3 * groups <= processors and columns > 512 else 1
     for rounds, stages in ((1, 6), (2, 4), (3, 3)):
         if groups * parts <= rounds * processors:
-            return 256, parts, stages
-    return 128, 1, 6
+            return 256, parts, min(stages, room // ((_FEW + MOST_ROWS) * 256))
+    return 128, 1, min(6, room // ((_FEW + MOST_ROWS) * 128))
 
 
 def multiply_one(x: Tensor, held: ScaledWeight, out: Tensor) -> None:
@@ -193,7 +194,7 @@ def multiply_few(x: Tensor, held: ScaledWeight, out: Tensor) -> None:
     """Write the product of up to 16 rows by tensor cores, the columns shared among several programs."""
     outputs, columns = held.weight.shape
     groups = triton.cdiv(outputs, _FEW)
-    piece, parts, stages = few_rows_form(outputs, columns, multiprocessors(x.device))
+    piece, parts, stages = few_rows_form(outputs, columns, multiprocessors(x.device), shared_memory(x.device))
     span = triton.cdiv(triton.cdiv(columns, parts), piece) * piece
     parts = triton.cdiv(columns, span)
     rounded, x_scales = quantize(x)

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from isthmus_kernels import batch_invariance
-from isthmus_kernels.device import multiprocessors, power_of_two, scratch
+from isthmus_kernels.device import multiprocessors, power_of_two, scratch, shared_memory
 from isthmus_kernels.linear import torch_impl, triton_invariant
 from isthmus_kernels.linear.torch_impl import PlainWeight
 from isthmus_kernels.rms_norm.triton_impl import add_parts_rms_norm, rms_norm
@@ -160,14 +160,15 @@ def multiply_one(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
     )
 
 
-def few_rows_form(outputs: int, columns: int, processors: int) -> tuple[int, int]:
+def few_rows_form(outputs: int, columns: int, processors: int, room: int) -> tuple[int, int]:
     """Parts of the columns, and stages of a program's loads, for the product of few rows. Measured on an H200
-    (runtime/bench/LOG.md)."""
+    (runtime/bench/LOG.md). `room`: bytes of shared memory that a program may have."""
     per_program, piece = _FEW
+    most = room // ((per_program + MOST_ROWS) * piece * 2)
     groups = triton.cdiv(outputs, per_program)
     parts = 2 if 2 * groups <= processors and columns > 16 * piece else 1
     # Of five stages a multiprocessor has room for two programs, of three for three: where then all run at once.
-    return parts, 3 if 2 * processors < groups <= 3 * processors else 5
+    return parts, min(most, 3 if 2 * processors < groups <= 3 * processors else 5)
 
 
 def multiply_few(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -175,7 +176,7 @@ def multiply_few(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
     outputs, columns = weight.shape
     per_program, piece = _FEW
     groups = triton.cdiv(outputs, per_program)
-    parts, stages = few_rows_form(outputs, columns, multiprocessors(x.device))
+    parts, stages = few_rows_form(outputs, columns, multiprocessors(x.device), shared_memory(x.device))
     span = triton.cdiv(triton.cdiv(columns, parts), piece) * piece
     parts = triton.cdiv(columns, span)
     room = (parts, outputs, MOST_ROWS) if parts > 1 else (1,)

@@ -8,9 +8,6 @@ from torch import Tensor
 from isthmus_kernels.device import power_of_two
 from isthmus_kernels.moe.triton_product import activated
 
-# Of gate and of up, a program.
-_CHANNELS = 2
-
 
 @triton.jit
 def _up(out, x, weight, scales, bias, experts, alpha, most, inner, columns, x_row, weight_expert, weight_row,
@@ -83,6 +80,21 @@ def _down(out, between, weight, scales, bias, weights, experts, inner, out_row, 
     tl.store(out + token.to(tl.int64) * out_row + channel, total.to(out.dtype.element_ty))
 
 
+def up_form(hidden: int, scaled: bool) -> tuple[int, int, int]:
+    """Channels of gate and of up of a program, columns of a piece and warps. Measured on an H200
+    (runtime/bench/LOG.md), as the other."""
+    if hidden % 1024:
+        return 1, min(256, power_of_two(hidden, 128)), 2
+    return 2 if scaled else 1, 1024, 2
+
+
+def down_form(inner: int, scaled: bool) -> tuple[int, int]:
+    """Columns of a piece and warps."""
+    if inner % 256 or inner > 1024:
+        return min(128, power_of_two(inner, 32)), 4
+    return (256, 2) if scaled else (128, 1)
+
+
 def moe_pairs(
     x: Tensor,
     weights: Tensor,
@@ -100,8 +112,8 @@ def moe_pairs(
     tokens, top_k = experts.shape
     _, hidden, inner = down.shape
     between = torch.empty((tokens * top_k, inner), dtype=x.dtype, device=x.device)
-    piece = min(1024, power_of_two(hidden, 128))
-    _up[(triton.cdiv(inner, _CHANNELS), tokens * top_k)](
+    channels, piece, warps = up_form(hidden, gate_up_scale is not None)
+    _up[(triton.cdiv(inner, channels), tokens * top_k)](
         between,
         x,
         gate_up,
@@ -115,16 +127,16 @@ def moe_pairs(
         gate_up.stride(0),
         gate_up.stride(1),
         TOP_K=top_k,
-        CHANNELS=_CHANNELS,
+        CHANNELS=channels,
         PIECE=piece,
         PIECES=triton.cdiv(hidden, piece),
         EVEN=hidden % piece == 0,
         SCALED=gate_up_scale is not None,
         BIASED=gate_up_bias is not None,
         CLAMPED=clamp is not None,
-        num_warps=8,
+        num_warps=warps,
     )
-    piece = min(256, power_of_two(inner, 32))
+    piece, warps = down_form(inner, down_scale is not None)
     _down[(hidden, tokens)](
         out,
         between,
@@ -145,5 +157,5 @@ def moe_pairs(
         EVEN=inner % piece == 0,
         SCALED=down_scale is not None,
         BIASED=down_bias is not None,
-        num_warps=2,
+        num_warps=warps,
     )

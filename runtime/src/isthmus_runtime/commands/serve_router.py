@@ -28,7 +28,7 @@ from ..router.passed_on import OwnTokenizer
 from ..serving.app import add_pages, make_app
 from ..serving.in_flight import InFlight
 from ..serving.limits import limits_of
-from ..serving.memory import MemoryGuard
+from ..serving.memory import MemoryGuard, let_go_of_large_blocks
 from ..serving.memory_use import find_limit
 from ..serving.server import beside, run_app
 from ..structured.checker import Checker
@@ -46,6 +46,7 @@ _LAME_DUCK_S = 3.0
 
 def serve_router(config: RouterConfig) -> int:
     """Run one router until SIGTERM. Raises ConfigError when it cannot start."""
+    let_go_of_large_blocks()
     verify_files(Path(config.model.path))
     tokenizer = Tokenizer.load(config.model.path)
     tokenizer.prepare()

@@ -115,8 +115,9 @@ def _expressions(value: Any) -> Iterator[str]:
             yield from _expressions(inner)
 
 
-_UNSURE = re.compile(r"\\[gkGK\d]|\(\?(?!i:|:|=|!|<=|<!)")
-"""Calls, references, names, conditions, options: what repeats without looking so."""
+_UNSURE = re.compile(r"\\[gkGK\dXRNOyY]|\(\?(?!i:|:|=|!|<=|<!)")
+"""Calls, references, names, conditions, options: what repeats without looking so; graphemes and their like, which cost
+more than a letter."""
 _ATOM = re.compile(r"\\[pP]\{[^}]*\}|\\.|[^|()?*+{}\[\]\\]", re.S)
 _IN_CLASS = re.compile(r"\\.|\[:\w+:\]|[^\]\\\[]", re.S)
 """A letter, a range's end, an escape, or one of the && of an intersection."""

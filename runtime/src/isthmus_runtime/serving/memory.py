@@ -39,6 +39,33 @@ def give_back() -> None:
         _trim(0)
 
 
+def let_go_of_large_blocks() -> None:
+    """From now on what is large is a mapping of its own, which is gone when it is freed.
+
+    By itself glibc takes blocks of up to 32 MiB from its heaps once some were freed, and keeps as much as 64 MiB at the
+    end of each: one for each thread, of which `give_back` gives back nothing. For processes that compute no model,
+    whose tensors would be mapped anew in each step.
+    """
+    if _settings is not None:
+        _settings(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
+        _settings(_M_TRIM_THRESHOLD, 2 * _LARGE_BLOCK)
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Of mallopt(3)."""
+_LARGE_BLOCK = 1 << 20
+
+
+def _find_settings() -> Callable[[int, int], int] | None:
+    try:
+        return ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return None
+
+
+_settings = _find_settings()
+
+
 def _find_trim() -> Callable[[int], int] | None:
     try:
         return ctypes.CDLL(None).malloc_trim
