@@ -244,6 +244,30 @@ def test_before_a_large_plan_what_it_may_take_is_there_or_it_is_refused(run, mon
     run(main())
 
 
+@pytest.mark.parametrize(("size", "counts"), [(1 << 16, False), (1 << 19, True)])
+def test_what_is_counted_without_an_engine_sets_its_memory_aside_too(run, size, counts) -> None:
+    async def main() -> None:
+        lifecycle, used = _lifecycle(MemoryGuard()), []
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b"x" * size, "more_body": False}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                assert message["status"] == 200
+
+        def make(body: bytes) -> bytes:
+            used.append(lifecycle._small.used)
+            return b"{}"
+
+        call = Call({"type": "http", "path": "/tokenize", "headers": [], "client": ("127.0.0.1", 1)}, receive, send)
+        await lifecycle.compute(call, make, 1 << 20)
+        assert used == [planning_takes(size) * counts]
+        await until(lambda: lifecycle._small.used == 0)
+
+    run(main())
+
+
 class Late(Executor):
     """Its threads begin what they get when they are told to."""
 
