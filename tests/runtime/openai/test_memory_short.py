@@ -182,7 +182,7 @@ def test_large_bodies_are_planned_one_at_a_time_where_there_is_no_room_for_sever
 
 def test_a_plan_that_takes_long_ends_where_others_wait_for_its_memory(run, monkeypatch) -> None:
     """Two requests of 650 KB kept everybody's bodies waiting for a minute. What is small waits for none of them."""
-    monkeypatch.setattr("isthmus_runtime.turns.FAIR_WORK_S", 0.0)
+    monkeypatch.setattr("isthmus_runtime.turns.MOST_HELD_S", 0.0)
 
     async def main() -> None:
         guard = MemoryGuard(Meter())
@@ -198,11 +198,14 @@ def test_a_plan_that_takes_long_ends_where_others_wait_for_its_memory(run, monke
 
         first = asyncio.create_task(lifecycle.planned(_call("127.0.0.1"), None, long, b"x" * 600_000))
         await begun.wait()
+        holds_nothing = asyncio.create_task(lifecycle.planned(_call("127.0.0.3"), None, long, b"x" * 60_000))
         assert await lifecycle.planned(_call("127.0.0.2"), None, len, b"x" * 70_000) == 70_000
         assert not first.done()
         assert await lifecycle.planned(_call("127.0.0.2"), None, len, b"x" * 600_000) == 600_000
         with pytest.raises(Overloaded, match="long texts"):
             await first
+        assert not holds_nothing.done()
+        holds_nothing.cancel()
         assert lifecycle._large.used == lifecycle._small.used == 0
         guard.close()
 

@@ -136,7 +136,9 @@ class Lifecycle:
             body = await call.read()
             if len(body) > most:
                 raise BodyTooLarge(f"the body has {len(body)} bytes, {call.path} takes {most}; send parts")
-            answer = await self._computing.do(whose(call, progress.tenant), make, body)
+            who = whose(call, progress.tenant)
+            ended = await self._set_aside(who, len(body)) if len(body) > LARGE else None
+            answer = await self._computing.do(who, make, body, ended)
             await call.reply(200, {"Content-Type": "application/json"}, answer)
 
         await self._respond(call, work, make, describe)
@@ -147,19 +149,21 @@ class Lifecycle:
         who = whose(call, tenant)
         if len(body) <= LARGE:
             return await self._planners.do(who, plan, body)
-        takes = planning_takes(len(body))
-        share = _share(self._memory, 1)
+        return await self._planners.do(who, plan, body, await self._set_aside(who, len(body)))
+
+    async def _set_aside(self, who: str, size: int) -> Callable[[], None]:
+        """Wait until what is made of a body of so many bytes may take is there; to be called when it is over."""
+        takes, share = planning_takes(size), _share(self._memory, 1)
         reserve = self._small if share is None or takes <= share else self._large
         await reserve.take(who, takes)
-        ended = partial(reserve.give_back, takes)
         try:
             self._memory.look()
             self._memory.check_new()
             await self._memory.make_room(takes)
         except BaseException:
-            ended()
+            reserve.give_back(takes)
             raise
-        return await self._planners.do(who, plan, body, ended)
+        return partial(reserve.give_back, takes)
 
     async def _respond(self, call: Call, work: Answering[_P], plan: _P, describe: Describe) -> None:
         progress = Progress(self._clock())
