@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 import sys
 
+import isthmus_runtime.threads
+
 _processors = int(sys.argv.pop(2))
 if _processors:
-    os.cpu_count = lambda: _processors  # before anybody asks
+    isthmus_runtime.threads.processors = lambda *_: _processors  # before anybody takes it from there
 
 from isthmus_runtime.__main__ import main  # noqa: E402
 from isthmus_runtime.serving.memory import give_back  # noqa: E402

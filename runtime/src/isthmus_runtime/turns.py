@@ -23,6 +23,8 @@ TURN_S = 0.25
 """Of a processor, after which others who wait have the place, and the rest of the work another turn."""
 FAIR_WORK_S = 2.0
 """Of a processor, after which a work ends where more than `_PAUSED` are paused."""
+MOST_HELD_S = 10.0
+"""Of a processor, after which a work ends where others wait for its memory: a batch of megabytes takes some seconds."""
 _PAUSED, _MOST_PAUSED = 3, 8
 """Works that may be paused, for each place: threads that wait."""
 _LOOK_S = 1.0
@@ -273,7 +275,7 @@ class ThreadsInTurns:
         self._holding: set[_Task] = set()
         """Those whose end somebody may wait for."""
 
-    async def do(self, who: str, make: Callable[[_A], _M], what: _A, ended: Callable[[], None] = lambda: None) -> _M:
+    async def do(self, who: str, make: Callable[[_A], _M], what: _A, ended: Callable[[], None] | None = None) -> _M:
         """What `make` makes of `what`, on a thread. Overloaded as of `Turns.take`.
 
         The thread goes on until it asks whether to (`go_on`) when its client has left, or it has worked for
@@ -360,15 +362,17 @@ class ThreadsInTurns:
         may_end = [task for task in going_on if crowded or task.worked_s > FAIR_WORK_S]
         if len(going_on) <= self._paused or not may_end:
             return
-        _longest(may_end, going_on).end(_too_long(len(going_on)))
+        longest = _longest(may_end, going_on)
+        longest.end(_too_long(len(going_on), longest))
 
     def make_way(self) -> None:
         """Somebody waits for what works hold that were given an `ended`: the longest of them ends, of the client whose
-        have taken most, if it has worked for FAIR_WORK_S."""
+        have taken most, if it has worked for MOST_HELD_S."""
         holding = [task for task in self._holding if not task.ending]
-        may_end = [task for task in holding if task.worked_s > FAIR_WORK_S]
+        may_end = [task for task in holding if task.worked_s > MOST_HELD_S]
         if may_end:
-            _longest(may_end, holding).end(_too_long(len(holding)))
+            longest = _longest(may_end, holding)
+            longest.end(_too_long(len(holding), longest))
 
 
 def _longest(may_end: Sequence[_Task], tasks: Sequence[_Task]) -> _Task:
@@ -379,9 +383,9 @@ def _longest(may_end: Sequence[_Task], tasks: Sequence[_Task]) -> _Task:
     return max(may_end, key=lambda task: (taken_s[task.who], task.worked_s))
 
 
-def _too_long(count: int) -> Overloaded:
+def _too_long(count: int, task: _Task) -> Overloaded:
     return Overloaded(
-        f"{count} requests have long texts, and those of this one have taken more than {FAIR_WORK_S:g} s of a "
-        "processor, or most of all: send fewer or shorter ones in a request, or retry later",
+        f"{count} requests have long texts, and those of this one have taken {task.worked_s:.1f} s of a processor "
+        "until now: send fewer or shorter ones in a request, or retry later",
         status=429,
     )

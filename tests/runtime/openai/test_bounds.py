@@ -20,7 +20,7 @@ from tokenizers.models import BPE
 from isthmus_runtime.errors import ConfigError, EngineFailed, InvalidRequest, Overloaded
 from isthmus_runtime.openai import tokenizer as tokenizer_module
 from isthmus_runtime.openai import words
-from isthmus_runtime.openai.bounds import cut, growth, is_steady, may_cut, token_bound
+from isthmus_runtime.openai.bounds import cut, growth, is_steady, longest_part, may_cut, token_bound
 from isthmus_runtime.openai.together import together
 from isthmus_runtime.openai.tokenizer import Tokenizer as ModelTokenizer
 from isthmus_runtime.openai.tokenizer import TooManyTokens
@@ -446,6 +446,26 @@ def test_what_may_try_a_text_in_many_ways_is_told_by_its_form_and_not_loaded(pat
 def test_the_expressions_of_deepseek_s_tokenizer_are_taken_together():
     splits = [{"type": "Split", "pattern": {"Regex": one}} for one in KNOWN[:3]]
     assert is_steady({"pre_tokenizer": {"type": "Sequence", "pretokenizers": splits}})
+
+
+@pytest.mark.parametrize("escaped", [True, False])
+@pytest.mark.parametrize("seed", range(20))
+def test_no_part_of_a_body_s_texts_is_longer_than_what_is_seen_of_the_body(seed, escaped):
+    print("seed", seed)
+    r = random.Random(seed)
+    size = 300
+    texts = ["".join(r.choices([*PARTS, "\\", '"', "\u00a0", "ge ", "so. "], k=r.randrange(5000))) for _ in range(3)]
+    body = json.dumps({"a": texts[:2], "b": texts[2]}, ensure_ascii=escaped).encode()
+    longest = max(len(part) for text in texts for part in cut(text, size))
+    assert longest <= longest_part(body, size) <= len(body)
+
+
+def test_a_body_of_words_has_short_parts_and_one_of_digits_none():
+    words = json.dumps({"prompt": ["some words, and more of them. " * 9000] * 4}).encode()
+    assert len(words) > 1 << 20 and longest_part(words, 1 << 16) < 2.01 * (1 << 16)
+    for text in ("7" * 300_000, "\n " * 100_000, "\u00a0 " * 100_000, "\\ " * 100_000):
+        body = json.dumps({"prompt": text}).encode()
+        assert longest_part(body, 1 << 16) == len(body)
 
 
 def test_ids_of_prompts_share_their_numbers(tokenizer, monkeypatch):

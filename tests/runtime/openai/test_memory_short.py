@@ -17,7 +17,8 @@ import pytest
 
 from isthmus_runtime.errors import MemoryShort, Overloaded
 from isthmus_runtime.openai.keys import Keys
-from isthmus_runtime.openai.lifecycle import Lifecycle, planning_takes
+from isthmus_runtime.openai.lifecycle import Lifecycle
+from isthmus_runtime.openai.lifecycle import planning_takes as takes_of
 from isthmus_runtime.serving import memory
 from isthmus_runtime.serving.call import Call
 from isthmus_runtime.serving.in_flight import InFlight
@@ -182,7 +183,7 @@ def test_large_bodies_are_planned_one_at_a_time_where_there_is_no_room_for_sever
 
 def test_a_plan_that_takes_long_ends_where_others_wait_for_its_memory(run, monkeypatch) -> None:
     """Two requests of 650 KB kept everybody's bodies waiting for a minute. What is small waits for none of them."""
-    monkeypatch.setattr("isthmus_runtime.turns.FAIR_WORK_S", 0.0)
+    monkeypatch.setattr("isthmus_runtime.turns.MOST_HELD_S", 0.0)
 
     async def main() -> None:
         guard = MemoryGuard(Meter())
@@ -198,11 +199,14 @@ def test_a_plan_that_takes_long_ends_where_others_wait_for_its_memory(run, monke
 
         first = asyncio.create_task(lifecycle.planned(_call("127.0.0.1"), None, long, b"x" * 600_000))
         await begun.wait()
+        holds_nothing = asyncio.create_task(lifecycle.planned(_call("127.0.0.3"), None, long, b"x" * 60_000))
         assert await lifecycle.planned(_call("127.0.0.2"), None, len, b"x" * 70_000) == 70_000
         assert not first.done()
         assert await lifecycle.planned(_call("127.0.0.2"), None, len, b"x" * 600_000) == 600_000
         with pytest.raises(Overloaded, match="long texts"):
             await first
+        assert not holds_nothing.done()
+        holds_nothing.cancel()
         assert lifecycle._large.used == lifecycle._small.used == 0
         guard.close()
 
@@ -239,6 +243,35 @@ def test_before_a_large_plan_what_it_may_take_is_there_or_it_is_refused(run, mon
         guard.close()
 
     run(main())
+
+
+@pytest.mark.parametrize(("size", "counts"), [(1 << 16, False), (1 << 19, True)])
+def test_what_is_counted_without_an_engine_sets_its_memory_aside_too(run, size, counts) -> None:
+    async def main() -> None:
+        lifecycle, used = _lifecycle(MemoryGuard()), []
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b"x" * size, "more_body": False}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                assert message["status"] == 200
+
+        def make(body: bytes) -> bytes:
+            used.append(lifecycle._small.used)
+            return b"{}"
+
+        call = Call({"type": "http", "path": "/tokenize", "headers": [], "client": ("127.0.0.1", 1)}, receive, send)
+        await lifecycle.compute(call, make, 1 << 20)
+        assert used == [planning_takes(size) * counts]
+        await until(lambda: lifecycle._small.used == 0)
+
+    run(main())
+
+
+def planning_takes(size: int) -> int:
+    """Of a body that nothing cuts."""
+    return takes_of(size, size)
 
 
 class Late(Executor):

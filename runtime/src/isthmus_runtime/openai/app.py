@@ -207,6 +207,7 @@ class _Api:
             tracer=tracer,
             memory=memory,
             clock=clock,
+            part=tokenizer.part,
         )
         self._works = Works(
             backend,

@@ -236,6 +236,23 @@ def may_cut(added_tokens: Sequence[Mapping[str, Any]]) -> bool:
     return not any(set(token["content"]) & {*_PUNCTUATION, " "} for token in added_tokens)
 
 
+_PLACE_IN_JSON = re.compile(rb"(?<!\\)[g-zG-Z.,;:!?] ")
+"""A space that `_CUT` finds too, in whatever way JSON writes what is before it: no escape ends so."""
+
+
+def longest_part(body: bytes, size: int) -> int:
+    """Bytes of a JSON body that the longest part may have which `cut` makes of its texts; all of them where that is not
+    sure at a glance. A millisecond a megabyte."""
+    longest = start = 0
+    while start + size < len(body):
+        place = _PLACE_IN_JSON.search(body, start + size, start + 3 * size)
+        if place is None:
+            return len(body)
+        longest, start = max(longest, place.end() - start), place.end()
+    # A part of a text begins anywhere, up to `size` before what nothing cuts.
+    return min(len(body), max(longest, len(body) - start) + size)
+
+
 def cut(text: str, size: int) -> Iterator[str]:
     """`text` in parts of about `size` characters, so that the ids of the parts are those of the text.
 

@@ -24,6 +24,7 @@ from ..threads import processors
 from ..tokenising import LARGE, OF_A_LETTER
 from ..tracing.span import NO_TRACER, Tracer, current, within
 from ..turns import ThreadsInTurns
+from .bounds import longest_part
 from .keys import Keys
 from .sse import Format
 from .tenants import Tenant
@@ -86,9 +87,11 @@ class Lifecycle:
         tracer: Tracer,
         memory: MemoryGuard,
         clock: Callable[[], float],
+        part: int = 0,
     ) -> None:
-        """`timeout_s`: what a request may take. `clock`: monotonic seconds."""
+        """`part`: of `Tokenizer`. `timeout_s`: what a request may take. `clock`: monotonic seconds."""
         self._memory = memory
+        self._part = part
         self._keys = keys
         self._tenants = tenants
         self._timeout_s = timeout_s
@@ -136,7 +139,9 @@ class Lifecycle:
             body = await call.read()
             if len(body) > most:
                 raise BodyTooLarge(f"the body has {len(body)} bytes, {call.path} takes {most}; send parts")
-            answer = await self._computing.do(whose(call, progress.tenant), make, body)
+            who = whose(call, progress.tenant)
+            ended = await self._set_aside(who, body) if len(body) > LARGE else None
+            answer = await self._computing.do(who, make, body, ended)
             await call.reply(200, {"Content-Type": "application/json"}, answer)
 
         await self._respond(call, work, make, describe)
@@ -147,19 +152,22 @@ class Lifecycle:
         who = whose(call, tenant)
         if len(body) <= LARGE:
             return await self._planners.do(who, plan, body)
-        takes = planning_takes(len(body))
-        share = _share(self._memory, 1)
+        return await self._planners.do(who, plan, body, await self._set_aside(who, body))
+
+    async def _set_aside(self, who: str, body: bytes) -> Callable[[], None]:
+        """Wait until what is made of a body may take is there; to be called when it is over."""
+        letters = longest_part(body, self._part) if self._part else len(body)
+        takes, share = planning_takes(len(body), letters), _share(self._memory, 1)
         reserve = self._small if share is None or takes <= share else self._large
         await reserve.take(who, takes)
-        ended = partial(reserve.give_back, takes)
         try:
             self._memory.look()
             self._memory.check_new()
             await self._memory.make_room(takes)
         except BaseException:
-            ended()
+            reserve.give_back(takes)
             raise
-        return await self._planners.do(who, plan, body, ended)
+        return partial(reserve.give_back, takes)
 
     async def _respond(self, call: Call, work: Answering[_P], plan: _P, describe: Describe) -> None:
         progress = Progress(self._clock())
@@ -229,9 +237,9 @@ def _share(memory: MemoryGuard, quarters: int) -> int | None:
     return None if room is None else quarters * room // 4
 
 
-def planning_takes(size: int) -> int:
-    """Bytes that planning a body of so many may take on its way."""
-    return OF_A_LETTER * min(size, _MOST_LETTERS) + _OF_A_BYTE * size
+def planning_takes(size: int, letters: int) -> int:
+    """Bytes that planning a body of so many may take on its way, of which so many are tokenised at a time at most."""
+    return OF_A_LETTER * min(letters, _MOST_LETTERS) + _OF_A_BYTE * size
 
 
 def whose(call: Call, tenant: Tenant | None) -> str:

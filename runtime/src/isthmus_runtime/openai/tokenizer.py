@@ -104,6 +104,8 @@ class Tokenizer:
         self.defaults = defaults
         self._words = Words(self._batch) if cuts_at_words(raw) else None
         self._cuts = self._words is not None and may_cut(raw.get("added_tokens") or ())
+        self.part = _PART if self._cuts else 0
+        """Characters that a text is cut at, as `bounds.cut` does; 0: it is not."""
         self._bound = token_bound(raw)
         self._growth = growth(raw)
         self._num_special = tokenizer.num_special_tokens_to_add(False)
