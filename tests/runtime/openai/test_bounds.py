@@ -427,6 +427,18 @@ def test_what_has_no_place_to_be_cut_is_bounded_by_what_a_context_is_worth(token
         (r" {2,}", True),
         (r"\p{L}{2,}\p{L}+\d", False),
         (r"[a[b]]+[a[b]]+c", False),
+        # A number of times that is repeated, as the library reads it.
+        (r"\p{L}{1,3}+\d|.", False),
+        (r"\p{L}{1,}+\d|.", False),
+        (r"\p{L}{2}*\d|.", False),
+        (r"(?:\p{L}{1,3}+|a)\d|.", False),
+        (r"(?:\p{L}{1,3}+)\d|.", False),
+        (r"\p{N}{1,3}+|\s++", True),
+        # What gives nothing back, as tiktoken has it.
+        (
+            r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+            True,
+        ),
     ],
 )
 def test_what_may_try_a_text_in_many_ways_is_told_by_its_form_and_not_loaded(pattern, steady):

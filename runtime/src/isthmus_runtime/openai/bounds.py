@@ -124,6 +124,8 @@ _IN_CLASS = re.compile(r"\\.|\[:\w+:\]|[^\]\\\[]", re.S)
 _CLASS_BEGINS = re.compile(r"\[\^?\]?")
 _MOST_NESTED = 8
 _TIMES = re.compile(r"\{\d+,\}")
+_COUNTED_LAST = re.compile(r"\{\d(?:,\d)?\}\+(?=\||$)")
+"""Nothing comes after it for which it is taken in another way."""
 _PLAIN_GROUP = re.compile(r"\((?:\?(?:i:|:|=|!|<=|<!))?(x+(?:\|x+)*)\)")
 _PART = re.compile(r"(?:x|<(?P<ways>\d+)>)(?P<times>[*+?]|\{\d(?:,\d)?\}|)")
 """A letter or class, or a group of so many alternatives."""
@@ -142,7 +144,15 @@ def _costs(pattern: str) -> Iterator[tuple[int, int] | None]:
     if _UNSURE.search(pattern):
         yield None
         return
-    plain = re.sub(r"([*+}])[+?]", r"\1", _TIMES.sub("+", _masked(pattern)))
+    # What gives nothing back, or takes as little as it can, is tried in no more ways than what does neither. But a
+    # number of times is repeated by + and *, as in Ruby: (?:x{1,3})+.
+    plain = _TIMES.sub("+", re.sub(r"([*+?])[+?]|(\})\?", r"\1\2", _masked(pattern)))
+
+    def repeated(last: re.Match[str]) -> str:
+        within_a_group = plain.count("(", 0, last.start()) > plain.count(")", 0, last.start())
+        return last[0] if within_a_group else "+"
+
+    plain = _COUNTED_LAST.sub(repeated, plain)
     form = _PLAIN_GROUP.sub(lambda group: f"<{group[1].count('|') + 1}>", plain)
     for one in form.split("|"):
         yield _cost(one)
