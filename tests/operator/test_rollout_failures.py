@@ -7,6 +7,7 @@ import pytest
 from rollout_world import (
     D,
     P,
+    W,
     assert_done,
     pairs,
     pods,
@@ -210,6 +211,27 @@ def test_a_new_mode_waits_for_a_router_that_knows_it() -> None:
     assert pairs(world.seen) >= 1
     world.becomes_ready = lambda pod: True
     assert_done(unified, run(unified, world))
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 5])
+@pytest.mark.parametrize("surge", ["25%", 1, 0])
+def test_routers_change_when_half_of_the_engines_are_new(replicas: int, surge: object) -> None:
+    """They may know another tokenizer, and then give the other engines nothing."""
+    of = {"mode": "Unified", "roles": {"worker": {"scaling": {"replicas": replicas}}}}
+    rollout = {"maxSurge": surge, "maxUnavailable": 0 if surge else 1}
+    world = settled(service(1, **of))
+    new = service(2, model={"source": {"hostPath": {"path": "/models/new"}}}, rollout=rollout, **of)
+    wanted, seen = role_revision(new, Component.ROUTER), list[tuple[int, int]]()
+
+    def check(world: World) -> None:
+        assert world.seen.router is not None
+        if world.seen.router.revision == wanted and not seen:
+            ours = [w for w in world.seen.of(W) if w.revision == revisions(new)[W]]
+            seen.append((sum(w.ready for w in ours), ready(world.seen, W)))
+
+    assert_done(new, run(new, world, check=check))
+    ((fresh, both),) = seen
+    assert 2 * fresh >= both, seen
 
 
 def test_complete_is_told_when_a_revision_has_arrived_and_not_when_a_pod_is_back() -> None:

@@ -4,7 +4,8 @@
 holds a rollout up, when it has failed, and in which order store, engines and router change.
 
 - The master of a store is ready before the first engine that uses it starts, and goes after the last.
-- Routers change when the new engines serve, so that a new mode or tokenizer never meets only old engines.
+- Routers change when half of the engines that serve are new, so that a new mode or tokenizer never meets only old
+  engines, nor few new ones alone.
 - A workload of an old revision stays, at zero, until the rollout is over: it is what a rollback goes back to.
 - A rollback goes back in time: to what was there before the revision that failed was made. A revert that fails stays.
 - Whatever holds a rollout up, roles keep the number of pods they should have, of the revision that serves.
@@ -301,8 +302,14 @@ def _router_may_change(
         return True
     if failed or service.spec.rollout.paused:
         return False
-    served = [current(goal, seen) for goal in wanted if goal.count > 0]
-    return not rolling or all(new is not None and new.ready > 0 for new in served)
+    # Routers may know another tokenizer, and then give the other engines nothing: half are new when they change.
+    for goal in (goal for goal in wanted if goal.count > 0):
+        new = current(goal, seen)
+        ready = 0 if new is None else new.ready
+        others = sum(w.ready for w in seen.of(goal.component)) - ready
+        if rolling and not 0 < ready >= others:
+            return False
+    return True
 
 
 def _replaces_only_router(service: InferenceService, seen: Observed) -> bool:
