@@ -39,7 +39,9 @@ class NextResidue:
     """After a token of residue r modulo 3, only ids of residue r + 1; the first of residue 0."""
 
     apart_s = 0.0
-    lost = None
+
+    def lost(self) -> None:
+        return None
 
     def ids(self, generated: Sequence[int]) -> list[int]:
         return [i for i in range(VOCAB) if i % 3 == ((generated[-1] + 1) % 3 if generated else 0)]
