@@ -6,6 +6,7 @@ import json
 import threading
 import time
 import urllib.request
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,22 @@ def _rss(server: Server) -> float:
         time.sleep(_NO_CHANGE_S)
 
 
+def _at_once(
+    server: Server, path: str, sent: bytes, count: int, addresses: int
+) -> tuple[list[threading.Thread], list[int]]:
+    """`count` requests from so many addresses: their threads, which run, and the statuses of those with an answer."""
+    statuses: list[int] = []
+
+    def ask(number: int) -> None:
+        headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+        statuses.append(call(server.port, path, sent, headers, f"127.0.1.{1 + number % addresses}")[0])
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    return threads, statuses
+
+
 def held(server: Server, behind: int, name: str, path: str, raw: bytes, sent: bytes) -> Held:
     """`sent` is `raw` packed."""
     trim = Path(f"{server.books}.trim")
@@ -81,23 +98,14 @@ def held(server: Server, behind: int, name: str, path: str, raw: bytes, sent: by
         count = max(2, min(_MOST_REQUESTS, _MOST_BYTES // len(raw)))
         before = _rss(server)
         _engine(behind, "hold")
-        statuses: dict[int, int] = {}
-
-        def ask(number: int) -> None:
-            headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
-            status, _ = call(server.port, path, sent, headers, f"127.0.1.{1 + number % 2}")
-            statuses[status] = statuses.get(status, 0) + 1
-
-        threads = [threading.Thread(target=ask, args=(number,)) for number in range(count)]
-        for thread in threads:
-            thread.start()
+        threads, statuses = _at_once(server, path, sent, count, 2)
         until = time.monotonic() + _ALL_S
-        while sum(statuses.values()) + (running := _engine(behind, "hold")) < count and time.monotonic() < until:
+        while len(statuses) + (running := _engine(behind, "hold")) < count and time.monotonic() < until:
             time.sleep(0.2)
         grown = _rss(server) - before
         time.sleep(0.25)  # the books are written ten times a second
         books = server.held() / _MIB
-        early = dict(statuses)
+        early = dict(Counter(statuses))
         _engine(behind, "go")
         for thread in threads:
             thread.join()
@@ -146,16 +154,7 @@ def crowd(server: Server, name: str, path: str, sent: bytes, *, count: int, limi
     """`count` at once, from four addresses."""
     Path(f"/proc/{server.pid}/clear_refs").write_text("5")
     server.tell("reset")
-    statuses: dict[int, int] = {}
-
-    def ask(number: int) -> None:
-        headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
-        status, _ = call(server.port, path, sent, headers, f"127.0.1.{1 + number % 4}")
-        statuses[status] = statuses.get(status, 0) + 1
-
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
+    threads, statuses = _at_once(server, path, sent, count, 4)
     for thread in threads:
         thread.join()
     server.settle()
@@ -163,4 +162,4 @@ def crowd(server: Server, name: str, path: str, sent: bytes, *, count: int, limi
     peak = status_kib(server.pid, "VmHWM") / 1024
     others = max(told["short"][0], told["long"][0])
     time.sleep(2)
-    return Crowd(name, count, statuses, limit_mib, peak, others, sum(one[2] for one in told.values()))
+    return Crowd(name, count, dict(Counter(statuses)), limit_mib, peak, others, sum(one[2] for one in told.values()))

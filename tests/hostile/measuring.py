@@ -122,7 +122,9 @@ class Server:
         assert self.watcher.stdin is not None and self.watcher.stdout is not None
         self.watcher.stdin.write(f"{what}\n")
         self.watcher.stdin.flush()
-        told: dict[str, Any] = json.loads(self.watcher.stdout.readline())
+        line = self.watcher.stdout.readline()
+        assert line, f"watcher.py has ended with {self.watcher.wait()}; its error is above"
+        told: dict[str, Any] = json.loads(line)
         return told
 
     def held(self) -> int:

@@ -11,9 +11,13 @@ import asyncio
 import json
 import sys
 import time
+from pathlib import Path
 
 import uvloop
-from measuring import cpu_s
+
+sys.path[:0] = [str(Path(__file__).resolve().parent)]
+
+from measuring import cpu_s  # noqa: E402
 
 PING_S, ASK_S = 0.01, 0.1
 _PATIENCE_S = 100.0
