@@ -25,8 +25,8 @@ from isthmus_runtime.serving.in_flight import InFlight
 from isthmus_runtime.serving.memory import LOOK_AFTER, MemoryGuard
 from isthmus_runtime.serving.port import PortState
 from isthmus_runtime.serving.pressure import Level, Use
+from isthmus_runtime.sharing.turns import go_on
 from isthmus_runtime.tracing.span import NO_TRACER
-from isthmus_runtime.turns import go_on
 
 GIB = 1 << 30
 
@@ -183,7 +183,7 @@ def test_large_bodies_are_planned_one_at_a_time_where_there_is_no_room_for_sever
 
 def test_a_plan_that_takes_long_ends_where_others_wait_for_its_memory(run, monkeypatch) -> None:
     """Two requests of 650 KB kept everybody's bodies waiting for a minute. What is small waits for none of them."""
-    monkeypatch.setattr("isthmus_runtime.turns.MOST_HELD_S", 0.0)
+    monkeypatch.setattr("isthmus_runtime.sharing.turns.MOST_HELD_S", 0.0)
 
     async def main() -> None:
         guard = MemoryGuard(Meter())

@@ -12,9 +12,9 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import TypeVar
 
+from ..errors import Cancelled, InvalidRequest, Overloaded, RequestError, unforeseen
+from ..threads import running_pool
 from .circle import Circle
-from .errors import Cancelled, InvalidRequest, Overloaded, RequestError, unforeseen
-from .threads import running_pool
 
 _log = logging.getLogger(__name__)
 MOST_WORK_S = 60.0

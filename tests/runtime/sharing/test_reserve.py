@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from isthmus_runtime.errors import Overloaded
-from isthmus_runtime.reserve import Reserve
+from isthmus_runtime.sharing.reserve import Reserve
 from isthmus_runtime.threads import processors
 
 

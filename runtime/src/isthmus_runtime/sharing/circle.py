@@ -1,5 +1,4 @@
-"""Who waits for something: clients in a circle, and each client's own in order, so that nobody gets more of it by asking
-more often."""
+"""Who waits for something: clients in a circle, each client's own in order."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
-from .errors import RequestError
+from ..errors import RequestError
 
 
 class Circle:
