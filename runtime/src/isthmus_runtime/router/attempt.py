@@ -59,8 +59,9 @@ class Attempt:
         metrics: RouterMetrics | None,
         early: bool = False,
     ) -> None:
-        """`body`: the request as JSON, which is held until both legs have it. `deadline`: on the event loop's clock. `other_prefill(url)`: whether the
-        request could be paired without that prefill engine. `early`: prefill begins before decode has reserved."""
+        """`body`: the request as JSON, which is held until both legs have it. `deadline`: on the event loop's clock.
+        `other_prefill(url)`: whether the request could be paired without that prefill engine. `early`: prefill begins
+        before decode has reserved."""
         self._request = request
         self._body = body
         self._choice = choice

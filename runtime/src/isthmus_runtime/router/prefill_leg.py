@@ -53,8 +53,8 @@ class PrefillLeg:
         self._hold = pool.hold(url, tokens, self._lost)
 
     async def run(self, body: bytes, ticket: Ticket | None, tell: Tell) -> None:
-        """Have the prompt of a request, `body` as JSON, computed and its KV sent; without a ticket it begins now, and is
-        sent when `give` brings it. Then `tell` gets the first token. Raises RequestError."""
+        """Have the prompt of a request, `body` as JSON, computed and its KV sent; without a ticket it begins now, and
+        is sent when `give` brings it. Then `tell` gets the first token. Raises RequestError."""
         try:
             try:
                 await self._ask(body, ticket, tell)
