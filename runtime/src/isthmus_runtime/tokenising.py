@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from .errors import DeadlineExceeded
-from .loop_share import LoopShare
 from .request import GenerateRequest, PromptText, tokenised
-from .reserve import Reserve
+from .sharing.loop_share import LoopShare
+from .sharing.reserve import Reserve
+from .sharing.turns import ThreadsInTurns
 from .threads import processors
-from .turns import ThreadsInTurns
 
 LONG = 1 << 12
 """Characters; longer prompts are tokenised on a thread."""

@@ -14,16 +14,16 @@ from typing import Any, TypeVar
 
 from ..errors import Cancelled, DeadlineExceeded, RequestError, is_panic, unforeseen
 from ..metrics import RequestMetrics, TenantMetrics
-from ..reserve import Reserve, SetAside
 from ..serving.call import Call, Cut, error_answer
 from ..serving.clients import known_by
 from ..serving.in_flight import InFlight
 from ..serving.limits import BodyTooLarge
 from ..serving.memory import MemoryGuard
+from ..sharing.reserve import Reserve, SetAside
+from ..sharing.turns import MOST_HELD_S, ThreadsInTurns, Turns
 from ..threads import processors
 from ..tokenising import LARGE, OF_A_LETTER
 from ..tracing.span import NO_TRACER, Tracer, current, within
-from ..turns import MOST_HELD_S, ThreadsInTurns, Turns
 from .bounds import longest_part
 from .keys import Keys
 from .sse import Format

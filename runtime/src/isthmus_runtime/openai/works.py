@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from ..errors import InvalidRequest
 from ..interfaces.backend import Backend
-from ..loop_share import LoopShare
 from ..metrics import RequestMetrics, TenantMetrics
 from ..request import Structure
 from ..serving.call import Call
 from ..serving.memory import MemoryGuard
+from ..sharing.loop_share import LoopShare
 from ..structured.checker import Checker
 from ..tracing.span import Span, current
 from .answer import Runner

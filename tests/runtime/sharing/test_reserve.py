@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from isthmus_runtime.errors import Overloaded
-from isthmus_runtime.reserve import Reserve, SetAside
+from isthmus_runtime.sharing.reserve import Reserve, SetAside
+from isthmus_runtime.sharing.turns import ThreadsInTurns, _Task
 from isthmus_runtime.threads import processors
-from isthmus_runtime.turns import ThreadsInTurns, _Task
 
 
 async def settled() -> None:

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus_runtime import turns as turns_module
 from isthmus_runtime.errors import Cancelled, InvalidRequest, Overloaded
-from isthmus_runtime.turns import ThreadsInTurns, Turns, _Task, go_on
+from isthmus_runtime.sharing import turns as turns_module
+from isthmus_runtime.sharing.turns import ThreadsInTurns, Turns, _Task, go_on
 
 
 async def take(turns: Turns, who: str, order: list[str]) -> None:

@@ -6,14 +6,15 @@ import asyncio
 import logging
 import threading
 import time
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Protocol, TypeVar
 
-from .errors import Cancelled, InvalidRequest, Overloaded, RequestError, unforeseen
-from .threads import running_pool
+from ..errors import Cancelled, InvalidRequest, Overloaded, RequestError, unforeseen
+from ..threads import running_pool
+from .circle import Circle
 
 _log = logging.getLogger(__name__)
 MOST_WORK_S = 60.0
@@ -31,61 +32,6 @@ _LOOK_S = 1.0
 _ANY = 1 << 30
 _A = TypeVar("_A")
 _M = TypeVar("_M")
-
-
-class _Circle:
-    """Who waits: clients in a circle, and each client's own in order."""
-
-    def __init__(self) -> None:
-        self._queues: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-        """By client, the next one first."""
-
-    def __len__(self) -> int:
-        return sum(map(len, self._queues.values()))
-
-    def others(self, who: str) -> bool:
-        """Whether somebody but client `who` waits. From any thread."""
-        return len(self._queues) > (who in self._queues)
-
-    def add(self, who: str) -> asyncio.Future[None]:
-        """What the client then waits for."""
-        future = asyncio.get_running_loop().create_future()
-        self._queues.setdefault(who, deque()).append(future)
-        return future
-
-    def forget(self, who: str, future: asyncio.Future[None]) -> None:
-        """It has left, or been refused."""
-        queue = self._queues.get(who, deque())
-        if future in queue:
-            queue.remove(future)
-        if not queue:
-            self._queues.pop(who, None)
-
-    def make_room(self, who: str, error: RequestError) -> None:
-        """End the last of the client that has most, or raise `error` where that would be `who`."""
-        longest = max(self._queues, key=lambda name: len(self._queues[name]))
-        if len(self._queues[longest]) < len(self._queues.get(who, ())) + 2:
-            raise error
-        leaver = self._queues[longest].pop()
-        if not leaver.done():  # it may have left by itself a moment ago
-            leaver.set_exception(error)
-
-    def give(self, may: Callable[[str], bool]) -> str | None:
-        """The client that has the next turn, of those who `may`."""
-        for who in [name for name in self._queues if may(name)]:
-            queue = self._queues[who]
-            while queue:
-                future = queue.popleft()
-                if future.done():
-                    continue
-                if queue:
-                    self._queues.move_to_end(who)
-                else:
-                    del self._queues[who]
-                future.set_result(None)
-                return who
-            del self._queues[who]
-        return None
 
 
 class Turns:
@@ -110,7 +56,7 @@ class Turns:
         self._places = places
         self._having: Counter[str] = Counter()
         """Turns that clients have now."""
-        self._first, self._again = _Circle(), _Circle()
+        self._first, self._again = Circle(), Circle()
         self._going_on = 0
         """Turns had now by who had one before."""
         self._went_on = False
