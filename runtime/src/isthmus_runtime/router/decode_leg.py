@@ -73,7 +73,9 @@ class DecodeLeg:
                 raise self._failure
             self._response = response  # from here on `interrupt` ends every wait by closing it
             self.unsent = False
-            await self._links.send(response, url, "/internal/generate", body, headers)
+            self._links.ask(response, url, "/internal/generate", body, headers)
+            del body  # maybe megabytes, which would wait for the first token, in each choice of a request
+            await response.answered()
             if response.status == 200:
                 return
             raw = await response.read()

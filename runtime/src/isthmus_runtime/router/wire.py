@@ -75,11 +75,14 @@ class Exchange(asyncio.Protocol):
             if (option := getattr(socket, name, None)) is not None:
                 sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
-    async def call(self, head: bytes, body: bytes) -> None:
-        """Send a request and wait for the head of its answer. Raises OSError."""
+    def ask(self, head: bytes, body: bytes) -> None:
+        """Send a request."""
         assert self._ended and self._transport is not None
         self.status, self._ended = 0, False
         self._transport.write(b"%b%d\r\n\r\n%b" % (head, len(body), body))
+
+    async def answered(self) -> None:
+        """Wait for the head of the answer. Raises OSError."""
         while not self.status:
             await self._wait()
 
@@ -262,14 +265,16 @@ class Wire:
         """
         exchange = self.idle(url) or await self.connect(url)
         try:
-            await self.send(exchange, url, path, body, more)
+            self.ask(exchange, url, path, body, more)
+            del body  # maybe megabytes, which would wait for the answer
+            await exchange.answered()
         except BaseException:
             exchange.close()
             raise
         return exchange
 
-    async def send(self, exchange: Exchange, url: str, path: str, body: bytes, more: bytes = b"") -> None:
-        """POST JSON on a connection and return at the answer's head. Raises OSError."""
+    def ask(self, exchange: Exchange, url: str, path: str, body: bytes, more: bytes = b"") -> None:
+        """POST JSON on a connection, whose `answered` waits for the answer's head."""
         head = self._heads.get((url, path))
         if head is None:
             head = self._heads[url, path] = (
@@ -277,7 +282,7 @@ class Wire:
             ).encode()
         shown = "" if self._authorization is None else self._authorization()
         proof = b"Authorization: %b\r\n" % shown.encode() if shown else b""
-        await exchange.call(b"%b%b%bContent-Length: " % (head, proof, more), body)
+        exchange.ask(b"%b%b%bContent-Length: " % (head, proof, more), body)
 
     def forget(self, url: str) -> None:
         """The engine is no longer in the fleet: close its idle connections."""
