@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from ..errors import Cancelled, InvalidRequest, Overloaded, RequestError, unforeseen
 from ..threads import running_pool
@@ -204,6 +204,17 @@ def go_on() -> None:
         task.look(_work.others_wait(task.who))
 
 
+class Part(Protocol):
+    """What a work has of something."""
+
+    @property
+    def of(self) -> object:
+        """Of what: as `make_way` is asked."""
+
+    def give_back(self) -> None:
+        """Called once."""
+
+
 class ThreadsInTurns:
     """Threads that work for clients in turn. Belongs to one event loop."""
 
@@ -218,14 +229,13 @@ class ThreadsInTurns:
         self._paused, self._most_paused = (0, 0) if count == 1 else (count * _PAUSED, count * _MOST_PAUSED)
         self._threads = running_pool(count + self._most_paused, name)
         self._long: set[_Task] = set()
-        self._holding: set[_Task] = set()
-        """Those whose end somebody may wait for."""
+        self._holding: dict[_Task, Part] = {}
 
-    async def do(self, who: str, make: Callable[[_A], _M], what: _A, ended: Callable[[], None] | None = None) -> _M:
+    async def do(self, who: str, make: Callable[[_A], _M], what: _A, part: Part | None = None) -> _M:
         """What `make` makes of `what`, on a thread. Overloaded as of `Turns.take`.
 
         The thread goes on until it asks whether to (`go_on`) when its client has left, or it has worked for
-        MOST_WORK_S. `ended` is called once, when the thread has ended it or it is sure that none begins it.
+        MOST_WORK_S. `part` is given back when the thread has ended it, or it is sure that none begins it.
         """
         try:
             await self._begun.take(who)
@@ -235,8 +245,8 @@ class ThreadsInTurns:
                 self._begun.give_back(who)
                 raise
         except BaseException:
-            if ended is not None:
-                ended()
+            if part is not None:
+                part.give_back()
             raise
         loop = asyncio.get_running_loop()
         task = _Task(who, partial(self._pause, loop) if self._most_paused else None)
@@ -249,8 +259,8 @@ class ThreadsInTurns:
             finally:
                 _work.task = None
 
-        if ended is not None:
-            self._holding.add(task)
+        if part is not None:
+            self._holding[task] = part
         work = loop.run_in_executor(self._threads, make_it)
 
         def over(work: asyncio.Future[_M]) -> None:
@@ -258,9 +268,9 @@ class ThreadsInTurns:
             if task.has_turn:
                 self._turns.give_back(who, again=task.long)
             self._begun.give_back(who)
-            self._holding.discard(task)
-            if ended is not None:
-                ended()
+            if part is not None:
+                del self._holding[task]
+                part.give_back()
             error = None if work.cancelled() else work.exception()
             if error is not None and not isinstance(error, RequestError):
                 # Whoever asked may have left, and then nobody else tells.
@@ -311,11 +321,11 @@ class ThreadsInTurns:
         longest = _longest(may_end, going_on)
         longest.end(_too_long(len(going_on), longest))
 
-    def make_way(self) -> None:
-        """Somebody waits for what works hold that were given an `ended`: the longest of them ends, of the client whose
-        have taken most, if it has worked for MOST_HELD_S."""
-        holding = [task for task in self._holding if not task.ending]
-        may_end = [task for task in holding if task.worked_s > MOST_HELD_S]
+    def make_way(self, of: object, held_s: float = MOST_HELD_S) -> None:
+        """Somebody waits for parts of it: of the works that have one the longest ends, of the client whose have taken
+        most, if it has worked for `held_s`."""
+        holding = [task for task, part in self._holding.items() if part.of is of and not task.ending]
+        may_end = [task for task in holding if task.worked_s > held_s]
         if may_end:
             longest = _longest(may_end, holding)
             longest.end(_too_long(len(holding), longest))
