@@ -28,7 +28,7 @@ from values import families, largest, written
 
 CLIENTS, EACH = 8, 4
 """Addresses, and requests that each has at once."""
-_PATIENCE_S = 60.0
+_PATIENCE_S = 20.0
 _SMALL_FIELDS = 3
 """At most, beside what is dear."""
 LATE = 0.05
