@@ -55,7 +55,8 @@ class Exchange(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None
         self._arrived: Callable[[], None] | None = None
         self._error: OSError | None = None
-        self._parser = HttpResponseParser(self)
+        self._parser: HttpResponseParser | None = HttpResponseParser(self)
+        """Refers back to this: let go of with the connection, or what was not read would wait for the collector."""
         self._unread = 0
         """Bytes of which the parser has made neither a head nor a part of a body."""
         self._framed = False
@@ -157,14 +158,16 @@ class Exchange(asyncio.Protocol):
         self.usable = True
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._transport = None
+        self._transport = self._parser = None
         self.usable = False
         self._fail(exc if isinstance(exc, OSError) else ConnectionResetError("the peer closed the connection"))
 
     def data_received(self, data: bytes) -> None:
+        parser = self._parser
+        assert parser is not None  # the connection is there
         self._unread += len(data)
         try:
-            self._parser.feed_data(data)
+            parser.feed_data(data)
             if self._unread > _MAX_HEAD:
                 raise BadAnswer(f"{self._unread} bytes arrived that are neither a head nor part of a body")
         except (HttpParserError, BadAnswer) as e:
@@ -193,10 +196,12 @@ class Exchange(asyncio.Protocol):
         self._framed = self._framed or name.lower() in (b"content-length", b"transfer-encoding")
 
     def on_headers_complete(self) -> None:
-        if self._parser.get_http_version() != "1.1" or not self._framed:
+        parser = self._parser
+        assert parser is not None
+        if parser.get_http_version() != "1.1" or not self._framed:
             raise BadAnswer("the answer is not HTTP/1.1 with chunks or a Content-Length")
-        self.status = self._parser.get_status_code()
-        self.usable = self._parser.should_keep_alive()
+        self.status = parser.get_status_code()
+        self.usable = parser.should_keep_alive()
         self._unread = 0
 
     def on_body(self, body: bytes) -> None:
