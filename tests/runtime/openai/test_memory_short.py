@@ -25,7 +25,7 @@ from isthmus_runtime.serving.in_flight import InFlight
 from isthmus_runtime.serving.memory import LOOK_AFTER, MemoryGuard
 from isthmus_runtime.serving.port import PortState
 from isthmus_runtime.serving.pressure import Level, Use
-from isthmus_runtime.sharing.turns import go_on
+from isthmus_runtime.sharing.threads_in_turns import go_on
 from isthmus_runtime.tracing.span import NO_TRACER
 
 GIB = 1 << 30

@@ -20,7 +20,8 @@ from ..serving.in_flight import InFlight
 from ..serving.limits import BodyTooLarge
 from ..serving.memory import MemoryGuard
 from ..sharing.reserve import Reserve, SetAside
-from ..sharing.turns import MOST_HELD_S, ThreadsInTurns, Turns
+from ..sharing.threads_in_turns import MOST_HELD_S, ThreadsInTurns
+from ..sharing.turns import Turns
 from ..threads import processors
 from ..tokenising import LARGE, OF_A_LETTER
 from ..tracing.span import NO_TRACER, Tracer, current, within

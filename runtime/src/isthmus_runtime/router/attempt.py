@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from urllib.parse import urlsplit
 
 from ..errors import Cancelled, DeadlineExceeded, EngineFailed, Overloaded, RequestError
@@ -47,7 +47,7 @@ class Attempt:
     def __init__(
         self,
         request: GenerateRequest,
-        body: bytes,
+        body: Sequence[bytes],
         choice: Choice,
         facts: Facts,
         *,
@@ -59,7 +59,7 @@ class Attempt:
         metrics: RouterMetrics | None,
         early: bool = False,
     ) -> None:
-        """`body`: the request as JSON, which is held until both legs have it. `deadline`: on the event loop's clock.
+        """`body`: the request as JSON, in parts, held until both legs have it. `deadline`: on the event loop's clock.
         `other_prefill(url)`: whether the request could be paired without that prefill engine. `early`: prefill begins
         before decode has reserved."""
         self._request = request
@@ -145,7 +145,7 @@ class Attempt:
                 raise TryElsewhere(located, decode.url) from error
             raise located from error
         self._delivered = True
-        self._body = b""  # decode has computed the prompt
+        self._body = ()  # decode has computed the prompt
         prefill = self._prefill
         if line.note == "transferred" and prefill is not None and (answer := prefill.answer) is not None:
             # Nobody computed these tokens. Decode's own hits are a prefix of the same prompt: the longer one counts.
@@ -192,15 +192,15 @@ class Attempt:
         self._cancel_prefill()
         self._decode.close()
 
-    def _call(self) -> bytes:
+    def _call(self) -> Sequence[bytes]:
         """The body of the call to decode."""
         prefill, body = self._choice.prefill, self._body
         if prefill is None or self._early:
-            self._body = b""  # prefill needs none, or has it
+            self._body = ()  # prefill needs none, or has it
         pairing = f',"local_attempt":"{self._attempt}"'
         if prefill is not None:
             pairing = f',"attempt":"{self._attempt}","prefill_url":"{prefill.url}","prefill_epoch":"{prefill.epoch}"'
-        return b'{"request":%b%b}' % (body, pairing.encode())
+        return b'{"request":', *body, b"%b}" % pairing.encode()
 
     def _expire(self) -> None:
         stage = "decode" if self._prefill_task is None or self._prefill_task.done() else "prefill"
@@ -224,7 +224,7 @@ class Attempt:
         assert self._prefill is not None
         body = self._body
         if ticket is not None:
-            self._body = b""  # decode has it
+            self._body = ()  # decode has it
         self._prefill_task = asyncio.create_task(self._run_prefill(self._prefill, body, ticket))
         self._prefill_task.add_done_callback(self._prefill_ended)
 
@@ -268,7 +268,7 @@ class Attempt:
             _log.error("the prefill leg of %s broke", self._request.request_id, exc_info=error)
             self._decode.interrupt(EngineFailed("internal error; the router's log has the details", stage="prefill"))
 
-    async def _run_prefill(self, prefill: PrefillLeg, body: bytes, ticket: Ticket | None) -> None:
+    async def _run_prefill(self, prefill: PrefillLeg, body: Sequence[bytes], ticket: Ticket | None) -> None:
         """Run the leg, and tell decode what became of it."""
         error: RequestError | None = None
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import aiohttp
@@ -65,7 +65,7 @@ class Links:
         self._wire = Wire(None if credentials is None else credentials.authorization)
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def open(self, url: str, path: str, body: bytes, more: bytes = b"") -> Coroutine[Any, Any, Exchange]:
+    def open(self, url: str, path: str, body: Sequence[bytes], more: bytes = b"") -> Coroutine[Any, Any, Exchange]:
         """POST and return at the answer's head. `more`: header lines. Raises one of LOST. The body is let go of as soon
         as it is sent."""
         return self._wire.post(url, path, body, more)
@@ -78,7 +78,7 @@ class Links:
         """A new connection. Raises one of LOST."""
         return await self._wire.connect(url)
 
-    def ask(self, exchange: Exchange, url: str, path: str, body: bytes, more: bytes = b"") -> None:
+    def ask(self, exchange: Exchange, url: str, path: str, body: Sequence[bytes], more: bytes = b"") -> None:
         """POST on a connection of the caller, who waits until it has `answered` and closes it."""
         self._wire.ask(exchange, url, path, body, more)
 
@@ -135,7 +135,7 @@ class Links:
     ) -> tuple[int, bytes]:
         """Status and body of a call that an engine answers within `timeout_s`."""
         async with Patience(timeout_s):
-            exchange = await self._wire.post(url, path, call.model_dump_json(exclude_none=True).encode())
+            exchange = await self._wire.post(url, path, (call.model_dump_json(exclude_none=True).encode(),))
             try:
                 return exchange.status, await exchange.read()
             finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..errors import EngineFailed, Overloaded
 from ..protocol.calls import PrefillAnswer, TicketCall
@@ -52,7 +52,7 @@ class PrefillLeg:
         self._timer: asyncio.Timeout | None = None
         self._hold = pool.hold(url, tokens, self._lost)
 
-    async def run(self, body: bytes, ticket: Ticket | None, tell: Tell) -> None:
+    async def run(self, body: Sequence[bytes], ticket: Ticket | None, tell: Tell) -> None:
         """Have the prompt of a request, `body` as JSON, computed and its KV sent; without a ticket it begins now, and
         is sent when `give` brings it. Then `tell` gets the first token. Raises RequestError."""
         try:
@@ -83,7 +83,7 @@ class PrefillLeg:
 
     # --------------------------------------------------------------------------------------------------- internals
 
-    async def _ask(self, body: bytes, ticket: Ticket | None, tell: Tell) -> None:
+    async def _ask(self, body: Sequence[bytes], ticket: Ticket | None, tell: Tell) -> None:
         url = self.url
         legs = f',"attempt":"{self._attempt}"'
         if ticket is not None:
@@ -95,7 +95,7 @@ class PrefillLeg:
             async with timer:
                 self._timer = timer
                 response = await self._links.open(
-                    url, "/internal/prefill", b'{"request":%b%b}' % (body, legs.encode()), self._headers
+                    url, "/internal/prefill", (b'{"request":', *body, b"%b}" % legs.encode()), self._headers
                 )
                 try:
                     if ticket is None and response.status == 200:

@@ -12,7 +12,7 @@ from ..config import RouterConfig
 from ..errors import InvalidRequest, Overloaded, RequestError
 from ..interfaces.backend import Take
 from ..metrics import RouterMetrics
-from ..protocol.request import may_begin_early, request_json
+from ..protocol.request import may_begin_early, request_parts
 from ..request import GenerateRequest, ServedTask, TokenChunk
 from ..tokenising import Tokenising
 from .attempt import Attempt, TryElsewhere
@@ -241,7 +241,7 @@ class RouterBackend:
                         self._prefixes.sent(engine, hashes.get(engine.block_size, ()))
             attempt = Attempt(
                 request,
-                request_json(request),
+                request_parts(request),
                 choice,
                 facts,
                 attempt=self._new_attempt(),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -27,6 +27,8 @@ _PROBES = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3, "TCP_USER_TI
 """A connection can vanish without a word while its engine answers others: a middlebox forgot it, or its end was lost
 on the way. The kernel finds out in about 5 s; a stream that waits for tokens would only at the request's deadline."""
 _MAX_HEAD = 64 << 10
+_LARGE = 1 << 16
+"""Bytes of a body that is not copied to be sent."""
 _HIGH_WATER = 256 << 10
 """Bytes held for a reader that is slower than the engine before the socket is left unread."""
 
@@ -75,11 +77,17 @@ class Exchange(asyncio.Protocol):
             if (option := getattr(socket, name, None)) is not None:
                 sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
-    def ask(self, head: bytes, body: bytes) -> None:
-        """Send a request."""
+    def ask(self, head: bytes, body: Sequence[bytes]) -> None:
+        """Send a request, with the parts of its body: while large ones wait to be sent, calls with the same part have
+        it once."""
         assert self._ended and self._transport is not None
         self.status, self._ended = 0, False
-        self._transport.write(b"%b%d\r\n\r\n%b" % (head, len(body), body))
+        size = sum(map(len, body))
+        parts = b"%b%d\r\n\r\n" % (head, size), *body
+        if size > _LARGE:
+            self._transport.writelines(parts)
+        else:
+            self._transport.write(b"".join(parts))
 
     async def answered(self) -> None:
         """Wait for the head of the answer. Raises OSError."""
@@ -258,7 +266,7 @@ class Wire:
         self._idle: dict[str, deque[Exchange]] = {}
         self._heads: dict[tuple[str, str], bytes] = {}
 
-    async def post(self, url: str, path: str, body: bytes, more: bytes = b"") -> Exchange:
+    async def post(self, url: str, path: str, body: Sequence[bytes], more: bytes = b"") -> Exchange:
         """POST JSON and return at the answer's head. Raises OSError; a cancelled call leaves no connection behind.
 
         `more`: further header lines, each ended by CRLF.
@@ -273,7 +281,7 @@ class Wire:
             raise
         return exchange
 
-    def ask(self, exchange: Exchange, url: str, path: str, body: bytes, more: bytes = b"") -> None:
+    def ask(self, exchange: Exchange, url: str, path: str, body: Sequence[bytes], more: bytes = b"") -> None:
         """POST JSON on a connection, whose `answered` waits for the answer's head."""
         head = self._heads.get((url, path))
         if head is None:
