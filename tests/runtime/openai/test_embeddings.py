@@ -8,6 +8,7 @@ import json
 import math
 import shutil
 import struct
+from contextlib import ExitStack
 
 import aiohttp
 import openai
@@ -532,19 +533,24 @@ def test_where_there_is_no_room_the_largest_of_the_client_that_has_most_ends():
             count, name[0], lambda error: ended.append(f"{name}: {error.message.partition(':')[0]} {error.status}")
         )
 
-    with holding("a1", 10), holding("a2", 12), holding("b1", 9), holding("b2", 8), holding("c1", 1):
-        with holding("c2", 4):
-            assert ended == ["a2: 12 things 429"] and budget.held == 32
-            with pytest.raises(Overloaded, match="9 things"), holding("b3", 9):
-                pass
-            with pytest.raises(Overloaded, match="13 things"), holding("c3", 13):  # it would have most
-                pass
-            with holding("d1", 9):
-                assert ended[1:] == ["b1: 9 things 429"] and budget.held == 32
-                with holding("e1", 8), pytest.raises(Overloaded), holding("f1", 10):  # a1 has as much
-                    pass
-                with holding("e1", 8), holding("f1", 9):
-                    assert ended[2:] == ["a1: 10 things 429"]
+    def refused(name, count, text=""):
+        with pytest.raises(Overloaded, match=text), holding(name, count):
+            pass
+
+    with ExitStack() as held:
+
+        def take(name, count):
+            held.enter_context(holding(name, count))
+            return ended[-1:]
+
+        assert [take(*one) for one in (("a1", 10), ("a2", 12), ("b1", 9), ("b2", 8), ("c1", 1))] == [[]] * 5
+        assert take("c2", 4) == ["a2: 12 things 429"] and budget.held == 32
+        refused("b3", 9, "9 things")
+        refused("c3", 13, "13 things")  # it would have most
+        assert take("d1", 9) == ["b1: 9 things 429"] and budget.held == 32
+        take("e1", 8)
+        refused("f1", 10)  # a1 has as much
+        assert take("f1", 9) == ["a1: 10 things 429"] and len(ended) == 3
     assert budget.held == 0 and not budget._of_client and not budget._running
 
 
