@@ -10,7 +10,7 @@ from .errors import DeadlineExceeded
 from .request import GenerateRequest, PromptText, tokenised
 from .sharing.loop_share import LoopShare
 from .sharing.reserve import Reserve
-from .sharing.turns import ThreadsInTurns
+from .sharing.threads_in_turns import ThreadsInTurns
 from .threads import processors
 
 LONG = 1 << 12

@@ -9,7 +9,7 @@ import pytest
 
 from isthmus_runtime.errors import Overloaded
 from isthmus_runtime.sharing.reserve import Reserve, SetAside
-from isthmus_runtime.sharing.turns import ThreadsInTurns, _Task
+from isthmus_runtime.sharing.threads_in_turns import ThreadsInTurns, _Task
 from isthmus_runtime.threads import processors
 
 

@@ -20,7 +20,8 @@ from ..serving.in_flight import InFlight
 from ..serving.limits import BodyTooLarge
 from ..serving.memory import MemoryGuard
 from ..sharing.reserve import Reserve, SetAside
-from ..sharing.turns import MOST_HELD_S, ThreadsInTurns, Turns
+from ..sharing.threads_in_turns import MOST_HELD_S, ThreadsInTurns
+from ..sharing.turns import Turns
 from ..threads import processors
 from ..tokenising import LARGE, OF_A_LETTER
 from ..tracing.span import NO_TRACER, Tracer, current, within
@@ -133,6 +134,17 @@ class Lifecycle:
                 await self._respond(call, work, plan, describe)
             finally:
                 span.end()
+
+    def end(self) -> Callable[[RequestError], None]:
+        """What ends the current task's request with an error, where it still runs then."""
+        task = asyncio.current_task()
+        assert task is not None
+
+        def end(error: RequestError) -> None:
+            if self._in_flight.works_on(task):
+                self._in_flight.end(task, error)
+
+        return end
 
     async def compute(
         self, call: Call, make: Callable[[bytes], bytes], most: int, describe: Describe = openai_error

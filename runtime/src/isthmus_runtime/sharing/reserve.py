@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .turns import MOST_HELD_S, ThreadsInTurns, Turns
+from .threads_in_turns import MOST_HELD_S, ThreadsInTurns
+from .turns import Turns
 
 _LOOK_S = 0.25
 
