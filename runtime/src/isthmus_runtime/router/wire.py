@@ -29,8 +29,9 @@ on the way. The kernel finds out in about 5 s; a stream that waits for tokens wo
 _MAX_HEAD = 64 << 10
 _LARGE = 1 << 16
 """Bytes of a body that is not copied to be sent."""
-_HIGH_WATER = 256 << 10
-"""Bytes held for a reader that is slower than the engine before the socket is left unread."""
+_HIGH_WATER = 64 << 10
+"""Bytes held for a reader that is slower than the engine before the socket is left unread, and of the kernel's for it:
+a client that reads nothing has as many connections here as choices, which no book counts."""
 
 
 class BadAnswer(ConnectionError):
@@ -68,12 +69,13 @@ class Exchange(asyncio.Protocol):
 
     # -------------------------------------------------------------------------------------------------------- caller
 
-    def probe(self) -> None:
-        """Let the kernel look after the connection while nothing comes."""
+    def set_up(self) -> None:
+        """Let the kernel look after the connection while nothing comes, and hold little of what does."""
         sock = None if self._transport is None else self._transport.get_extra_info("socket")
         if sock is None:
             return
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _HIGH_WATER)
         for name, value in _PROBES.items():
             if (option := getattr(socket, name, None)) is not None:
                 sock.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -331,5 +333,5 @@ class Wire:
                 )
         except TimeoutError as e:
             raise TimeoutError(f"no connection within {CONNECT_TIMEOUT_S:g} s") from e
-        exchange.probe()
+        exchange.set_up()
         return exchange
