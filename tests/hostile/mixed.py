@@ -151,7 +151,8 @@ def _send(port: int, host: str, body: Body, r: random.Random, until: float) -> i
     with suppress(OSError), socket.create_connection(("127.0.0.1", port), 10, source_address=(host, 0)) as connection:
         if slowly:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
-        connection.sendall(head.encode() + body.packed)
+        with suppress(OSError):  # refused by its head, which is said before all of it is read
+            connection.sendall(head.encode() + body.packed)
         connection.settimeout(0.2)
         while True:
             now = time.monotonic()
