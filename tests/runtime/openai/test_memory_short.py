@@ -22,10 +22,11 @@ from isthmus_runtime.openai.lifecycle import planning_takes as takes_of
 from isthmus_runtime.serving import memory
 from isthmus_runtime.serving.call import Call
 from isthmus_runtime.serving.in_flight import InFlight
+from isthmus_runtime.serving.limits import BodyTooLarge
 from isthmus_runtime.serving.memory import LOOK_AFTER, MemoryGuard
 from isthmus_runtime.serving.port import PortState
 from isthmus_runtime.serving.pressure import Level, Use
-from isthmus_runtime.sharing.turns import go_on
+from isthmus_runtime.sharing.threads_in_turns import go_on
 from isthmus_runtime.tracing.span import NO_TRACER
 
 GIB = 1 << 30
@@ -78,13 +79,13 @@ def test_what_an_answer_repeats_counts_for_its_client_until_it_is_complete(run, 
             (port,) = ports
             (connection,) = port.connections
             assert port.bodies.used == 0, "others may have the room"
-            ids = 24 * len(api.backend.requests[0].prompt_token_ids)
-            assert len(told) <= connection.held({}).size - ids < len(told) + 1000
+            ids = 12 * len(api.backend.requests[0].prompt_token_ids)
+            assert len(told) <= connection.held({}) - ids < len(told) + 1000
             go.set()
             async with await asked as answer:
                 assert answer.status == 200
                 await answer.read()
-            await until(lambda: connection.held({}).size == 0)
+            await until(lambda: connection.held({}) == 0)
 
     run(main())
 
@@ -183,7 +184,7 @@ def test_large_bodies_are_planned_one_at_a_time_where_there_is_no_room_for_sever
 
 def test_a_plan_that_takes_long_ends_where_others_wait_for_its_memory(run, monkeypatch) -> None:
     """Two requests of 650 KB kept everybody's bodies waiting for a minute. What is small waits for none of them."""
-    monkeypatch.setattr("isthmus_runtime.sharing.turns.MOST_HELD_S", 0.0)
+    monkeypatch.setattr("isthmus_runtime.openai.lifecycle.MOST_HELD_S", 0.0)
 
     async def main() -> None:
         guard = MemoryGuard(Meter())
@@ -213,6 +214,27 @@ def test_a_plan_that_takes_long_ends_where_others_wait_for_its_memory(run, monke
     run(main())
 
 
+def test_a_body_of_which_too_much_is_made_for_this_limit_is_refused_for_good(run) -> None:
+    """Of 512 MiB a router has 190 for what is made of bodies: one of 14 MB took 350, and the process 622."""
+
+    async def main() -> None:
+        meter = Meter()
+        meter.used = 600 << 20
+        guard = MemoryGuard(meter)
+        guard.start()
+        lifecycle = _lifecycle(guard)
+        assert guard.room_on_the_way is not None
+        most = guard.room_on_the_way // 26
+        assert 7 << 20 < most < 9 << 20
+        assert await lifecycle.planned(_call("127.0.0.1"), None, len, bytes(most)) == most
+        with pytest.raises(BodyTooLarge, match=f"the body has {most + 1} bytes.* leaves room for {most}; .*limit"):
+            await lifecycle.planned(_call("127.0.0.1"), None, len, bytes(most + 1))
+        assert lifecycle._large.used == lifecycle._small.used == 0 and guard.level is Level.CALM
+        guard.close()
+
+    run(main())
+
+
 @pytest.mark.parametrize("comes_back", [True, False])
 def test_before_a_large_plan_what_it_may_take_is_there_or_it_is_refused(run, monkeypatch, comes_back) -> None:
     """Heaps of threads that had planned before kept 618 MiB, of which nobody was told, and one more was too much."""
@@ -237,7 +259,8 @@ def test_before_a_large_plan_what_it_may_take_is_there_or_it_is_refused(run, mon
         if comes_back:
             assert found == [large, large]
         else:
-            assert all(isinstance(one, MemoryShort) and "may take 240 MiB on its way" in one.message for one in found)
+            told = f"may take {planning_takes(large) >> 20} MiB on its way"
+            assert all(isinstance(one, MemoryShort) and told in one.message for one in found)
         assert given[0].startswith("trim") and len(given) == 1 + (not comes_back)
         assert lifecycle._large.used == lifecycle._small.used == 0
         guard.close()
@@ -265,6 +288,61 @@ def test_what_is_counted_without_an_engine_sets_its_memory_aside_too(run, size, 
         await lifecycle.compute(call, make, 1 << 20)
         assert used == [planning_takes(size) * counts]
         await until(lambda: lifecycle._small.used == 0)
+
+    run(main())
+
+
+def test_one_client_s_bodies_leave_room_for_another_s(run) -> None:
+    """What waits for a thread with its memory set aside, seventeen bodies of 72 KB, held up another's for seconds."""
+
+    async def main() -> None:
+        guard = MemoryGuard(Meter())
+        guard.start()
+        lifecycle, may_end, begun = _lifecycle(guard), threading.Event(), []
+
+        def plan(body: bytes) -> int:
+            begun.append(len(body))
+            assert may_end.wait(20)
+            return len(body)
+
+        theirs = [
+            asyncio.create_task(lifecycle.planned(_call("127.0.0.1"), None, plan, b"x" * 72_000)) for _ in range(17)
+        ]
+        await until(lambda: len(begun) == 2)
+        assert await lifecycle.planned(_call("127.0.0.2"), None, len, b"x" * 70_000) == 70_000
+        assert await lifecycle.planned(_call("127.0.0.2"), None, len, b"x" * 140_000) == 140_000
+        may_end.set()
+        assert await asyncio.gather(*theirs) == [72_000] * 17
+        assert lifecycle._small.used == 0
+        guard.close()
+
+    run(main())
+
+
+def test_what_is_counted_in_turn_sets_its_memory_aside_when_it_has_it(run) -> None:
+    """There is one thread: those who waited for it held what others' prompts wait for."""
+
+    async def main() -> None:
+        lifecycle, used, may_end = _lifecycle(MemoryGuard()), list[int](), threading.Event()
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b"x" * 100_000, "more_body": False}
+
+        async def send(message: Any) -> None:
+            assert message.get("status", 200) == 200
+
+        def make(body: bytes) -> bytes:
+            assert may_end.wait(20)
+            used.append(lifecycle._small.used)
+            return b"{}"
+
+        scope = {"type": "http", "path": "/tokenize", "headers": []}
+        calls = [Call({**scope, "client": (f"127.0.0.{n}", 1)}, receive, send) for n in range(4)]
+        asked = [asyncio.create_task(lifecycle.compute(call, make, 1 << 20)) for call in calls]
+        await until(lambda: lifecycle._small.used and len(lifecycle._may_compute._first) == 3)
+        may_end.set()
+        await asyncio.gather(*asked)
+        assert used == [planning_takes(100_000)] * 4
 
     run(main())
 

@@ -19,8 +19,9 @@ from ..serving.clients import known_by
 from ..serving.in_flight import InFlight
 from ..serving.limits import BodyTooLarge
 from ..serving.memory import MemoryGuard
-from ..sharing.reserve import Reserve
-from ..sharing.turns import ThreadsInTurns
+from ..sharing.reserve import Reserve, SetAside
+from ..sharing.threads_in_turns import MOST_HELD_S, ThreadsInTurns
+from ..sharing.turns import Turns
 from ..threads import processors
 from ..tokenising import LARGE, OF_A_LETTER
 from ..tracing.span import NO_TRACER, Tracer, current, within
@@ -40,8 +41,11 @@ _MOST_COMPUTING = 64
 """Requests to `compute` that wait for their turn."""
 _MOST_PLANNING, _PLACES = 1024, min(16, max(4, processors()))
 """Long requests that wait to be planned, and how many are at a time."""
+_SMALL_HELD_S = 3.0
+"""As MOST_HELD_S, of the bodies that have little of it: their texts take two seconds at most, but for odd ones."""
+_WAIT_TO_COMPUTE = "requests of this kind wait for their turn"
 _WAIT = "large bodies wait to be planned"
-_MOST_LETTERS, _OF_A_BYTE = 1 << 20, 21
+_MOST_LETTERS, _OF_A_BYTE = 1 << 20, 26
 """Characters that are tokenised at a time where nothing cuts them; and bytes that planning takes at most for each of a
 body, as JSON, marked, rendered and made bare again (tests/hostile)."""
 
@@ -101,7 +105,8 @@ class Lifecycle:
         self._tracer = tracer
         self._clock = clock
         # What a thread has begun cannot be ended: generations have others than what no engine is asked for.
-        self._computing = ThreadsInTurns(1, "compute", _MOST_COMPUTING, "requests of this kind wait for their turn")
+        self._computing = ThreadsInTurns(1, "compute", _MOST_COMPUTING, _WAIT_TO_COMPUTE)
+        self._may_compute = Turns(_MOST_COMPUTING, _WAIT_TO_COMPUTE)
         self._planners = ThreadsInTurns(
             _PLACES,
             "plan",
@@ -111,7 +116,8 @@ class Lifecycle:
         )
         # Two, so that many small ones and few large ones do not wait for each other.
         self._small, self._large = (
-            Reserve(partial(_share, memory, part), _MOST_PLANNING, _WAIT, self._planners.make_way) for part in (1, 3)
+            Reserve(partial(_share, memory, quarters), _MOST_PLANNING, _WAIT, self._planners, held_s)
+            for quarters, held_s in ((1, _SMALL_HELD_S), (3, MOST_HELD_S))
         )
 
     async def answer(
@@ -129,6 +135,17 @@ class Lifecycle:
             finally:
                 span.end()
 
+    def end(self) -> Callable[[RequestError], None]:
+        """What ends the current task's request with an error, where it still runs then."""
+        task = asyncio.current_task()
+        assert task is not None
+
+        def end(error: RequestError) -> None:
+            if self._in_flight.works_on(task):
+                self._in_flight.end(task, error)
+
+        return end
+
     async def compute(
         self, call: Call, make: Callable[[bytes], bytes], most: int, describe: Describe = openai_error
     ) -> None:
@@ -140,8 +157,9 @@ class Lifecycle:
             if len(body) > most:
                 raise BodyTooLarge(f"the body has {len(body)} bytes, {call.path} takes {most}; send parts")
             who = whose(call, progress.tenant)
-            ended = await self._set_aside(who, body) if len(body) > LARGE else None
-            answer = await self._computing.do(who, make, body, ended)
+            async with self._may_compute.turn(who):  # before memory is set aside: there is one thread alone
+                part = await self._set_aside(who, body) if len(body) > LARGE else None
+                answer = await self._computing.do(who, make, body, part)
             await call.reply(200, {"Content-Type": "application/json"}, answer)
 
         await self._respond(call, work, make, describe)
@@ -154,20 +172,28 @@ class Lifecycle:
             return await self._planners.do(who, plan, body)
         return await self._planners.do(who, plan, body, await self._set_aside(who, body))
 
-    async def _set_aside(self, who: str, body: bytes) -> Callable[[], None]:
-        """Wait until what is made of a body may take is there; to be called when it is over."""
+    async def _set_aside(self, who: str, body: bytes) -> SetAside:
+        """Wait until what is made of a body may take is there; to be given back when it is over. BodyTooLarge: it will
+        never be."""
+        most = self._memory.room_on_the_way
+        if most is not None and _OF_A_BYTE * len(body) > most:
+            raise BodyTooLarge(
+                f"the body has {len(body)} bytes, and what is made of each may take {_OF_A_BYTE} on its way: the "
+                f"memory limit leaves room for {most // _OF_A_BYTE}; send less, or raise --memory-limit"
+            )
         letters = longest_part(body, self._part) if self._part else len(body)
         takes, share = planning_takes(len(body), letters), _share(self._memory, 1)
-        reserve = self._small if share is None or takes <= share else self._large
-        await reserve.take(who, takes)
+        # One client has half of the small one, so that there is room for what another one has there.
+        reserve = self._small if share is None or takes <= share // 2 else self._large
+        part = await reserve.take(who, takes)
         try:
             self._memory.look()
             self._memory.check_new()
             await self._memory.make_room(takes)
         except BaseException:
-            reserve.give_back(takes)
+            part.give_back()
             raise
-        return partial(reserve.give_back, takes)
+        return part
 
     async def _respond(self, call: Call, work: Answering[_P], plan: _P, describe: Describe) -> None:
         progress = Progress(self._clock())

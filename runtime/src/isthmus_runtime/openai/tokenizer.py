@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from ..errors import ConfigError, InvalidRequest
 from ..request import SamplingOptions
-from ..sharing.turns import go_on
+from ..sharing.threads_in_turns import go_on
 from .bounds import cut, expressions, growth, is_steady, may_cut, token_bound
 from .chat import MOST_STEPS, SOME_STEPS, ChatTemplate, Conversation, NeedsThread, TooCostly
 from .control import ControlTokens, Marks

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from ..sharing.turns import ThreadsInTurns, go_on
+from ..sharing.threads_in_turns import ThreadsInTurns, go_on
 
 _PLACES = 2
 _MOST_WAITING = 4096

@@ -12,7 +12,7 @@ from ..config import RouterConfig
 from ..errors import InvalidRequest, Overloaded, RequestError
 from ..interfaces.backend import Take
 from ..metrics import RouterMetrics
-from ..protocol.request import may_begin_early, request_json
+from ..protocol.request import may_begin_early, request_parts
 from ..request import GenerateRequest, ServedTask, TokenChunk
 from ..tokenising import Tokenising
 from .attempt import Attempt, TryElsewhere
@@ -219,7 +219,6 @@ class RouterBackend:
         """The same. Raises NeedsIds where the engine that it goes to does not take its prompt as text."""
         loop = asyncio.get_running_loop()
         patience = loop.time() + min(self._gap_s, request.timeout_s)
-        body = request_json(request)
         hashes: Mapping[int, Sequence[int]] = {} if self._prefixes is None else await self._hashes(request)
         self._turn += 1
         excluded: frozenset[str] = frozenset()
@@ -242,7 +241,7 @@ class RouterBackend:
                         self._prefixes.sent(engine, hashes.get(engine.block_size, ()))
             attempt = Attempt(
                 request,
-                body,
+                request_parts(request),
                 choice,
                 facts,
                 attempt=self._new_attempt(),

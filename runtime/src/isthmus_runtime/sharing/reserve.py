@@ -3,44 +3,101 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from dataclasses import dataclass
 
+from .threads_in_turns import MOST_HELD_S, ThreadsInTurns
 from .turns import Turns
 
 _LOOK_S = 0.25
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class SetAside:
+    """Bytes that a client has of a reserve."""
+
+    of: Reserve
+    who: str
+    size: int
+
+    def give_back(self) -> None:
+        """They are there again; once."""
+        self.of.give_back(self)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Waiter:
+    wants: SetAside
+    served: asyncio.Future[None]
 
 
 class Reserve:
     """Bytes, given to clients in turn. Belongs to one event loop."""
 
     def __init__(
-        self, most: Callable[[], int | None], waiting: int, what: str, crowded: Callable[[], None] = lambda: None
+        self,
+        most: Callable[[], int | None],
+        waiting: int,
+        what: str,
+        works: ThreadsInTurns | None = None,
+        held_s: float = MOST_HELD_S,
     ) -> None:
-        """`most`: bytes that all may have at present; None: any. Whoever asks for more than that is served alone.
-        `waiting`: how many may wait, and `what` for, in the refusal of others. `crowded` is called now and then while
-        somebody waits."""
-        self._crowded = crowded
+        """`most`: bytes that all may have at present; None: any. One client has half of it, or one piece of any size:
+        what is larger than all is served alone. `waiting`: how many may wait, and `what` for, in the refusal of others.
+        Of the `works` that have some of it one ends while another client waits for it, once it has worked for
+        `held_s`."""
         self._most = most
-        self._door = Turns(waiting, what)
-        self._freed: asyncio.Future[None] | None = None
-        """What the one at the door waits for."""
+        self._works, self._held_s = works, held_s
+        self._door = Turns(waiting, what, waiting, each=1)
+        self._next: list[_Waiter] = []
+        """One of each client, in the order of their coming."""
+        self._of_client: Counter[str] = Counter()
         self.used = 0
 
-    async def take(self, who: str, size: int) -> None:
-        """Wait until a client may have `size` bytes, until `give_back`. Overloaded (429) as of `Turns.take`."""
+    async def take(self, who: str, size: int) -> SetAside:
+        """Wait until a client may have `size` bytes, until they are given back. Overloaded (429) as of `Turns.take`."""
         async with self._door.turn(who):
-            while self.used and (most := self._most()) is not None and self.used + size > most:
-                self._freed = asyncio.get_running_loop().create_future()
-                self._crowded()
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(_LOOK_S):
-                        await self._freed
-            self.used += size
+            waiter = _Waiter(SetAside(self, who, size), asyncio.get_running_loop().create_future())
+            self._next.append(waiter)
+            try:
+                first = self._serve()
+                while not waiter.served.done():
+                    if first is waiter and self._works is not None:
+                        self._works.make_way(self, self._held_s)
+                    await asyncio.wait((waiter.served,), timeout=_LOOK_S)
+                    first = self._serve()  # `most` may be another
+            except asyncio.CancelledError:
+                if waiter.served.done():
+                    waiter.wants.give_back()
+                else:
+                    self._next.remove(waiter)
+                    self._serve()
+                raise
+            return waiter.wants
 
-    def give_back(self, size: int) -> None:
-        """So many bytes are there again."""
-        assert self.used >= size, f"{size} bytes come back, and {self.used} were taken"
-        self.used -= size
-        if self._freed is not None and not self._freed.done():
-            self._freed.set_result(None)
+    def give_back(self, part: SetAside) -> None:
+        """A client's bytes are there again."""
+        has = self._of_client[part.who]
+        assert has >= part.size, f"{part.size} bytes of {part.who} come back, and {has} were taken"
+        self.used -= part.size
+        self._of_client[part.who] -= part.size
+        if not self._of_client[part.who]:
+            del self._of_client[part.who]
+        self._serve()
+
+    def _serve(self) -> _Waiter | None:
+        """Whoever fits now has it. The first who waits for what others have: nobody behind overtakes that one."""
+        for waiter in list(self._next):
+            wants, most = waiter.wants, self._most()
+            if most is not None and self.used:
+                has = self._of_client[wants.who]
+                if has and has + wants.size > most // 2:
+                    continue
+                if self.used + wants.size > most:
+                    return waiter
+            self._next.remove(waiter)
+            self.used += wants.size
+            self._of_client[wants.who] += wants.size
+            waiter.served.set_result(None)
+        return None
