@@ -533,7 +533,7 @@ def test_where_there_is_no_room_the_largest_of_the_client_that_has_most_ends():
             count, name[0], lambda error: ended.append(f"{name}: {error.message.partition(':')[0]} {error.status}")
         )
 
-    def refused(name, count, text=""):
+    def refused(name, count, text):
         with pytest.raises(Overloaded, match=text), holding(name, count):
             pass
 
@@ -549,7 +549,7 @@ def test_where_there_is_no_room_the_largest_of_the_client_that_has_most_ends():
         refused("c3", 13, "13 things")  # it would have most
         assert take("d1", 9) == ["b1: 9 things 429"] and budget.held == 32
         take("e1", 8)
-        refused("f1", 10)  # a1 has as much
+        refused("f1", 10, "10 things")  # a1 has as much
         assert take("f1", 9) == ["a1: 10 things 429"] and len(ended) == 3
     assert budget.held == 0 and not budget._of_client and not budget._running
 
