@@ -105,7 +105,10 @@ class Lifecycle:
         self._tracer = tracer
         self._clock = clock
         # What a thread has begun cannot be ended: generations have others than what no engine is asked for.
-        self._computing = ThreadsInTurns(1, "compute", _MOST_COMPUTING, _WAIT_TO_COMPUTE)
+        # Large ones have a thread of their own: a megabyte of digits takes seconds, in one piece.
+        self._computing, self._computing_large = (
+            ThreadsInTurns(1, name, _MOST_COMPUTING, _WAIT_TO_COMPUTE) for name in ("compute", "compute-large")
+        )
         self._may_compute = Turns(_MOST_COMPUTING, _WAIT_TO_COMPUTE)
         self._planners = ThreadsInTurns(
             _PLACES,
@@ -150,16 +153,19 @@ class Lifecycle:
         self, call: Call, make: Callable[[bytes], bytes], most: int, describe: Describe = openai_error
     ) -> None:
         """Answer with what `make` makes of a body of at most `most` bytes, in a thread: it may take long, and no engine
-        is asked. One at a time, in turns of clients; Overloaded (429) when too many wait."""
+        is asked. One at a time, and a large one beside it, in turns of clients; Overloaded (429) when too many wait."""
 
         async def work(call: Call, make: Callable[[bytes], bytes], progress: Progress) -> None:
             body = await call.read()
             if len(body) > most:
                 raise BodyTooLarge(f"the body has {len(body)} bytes, {call.path} takes {most}; send parts")
             who = whose(call, progress.tenant)
-            async with self._may_compute.turn(who):  # before memory is set aside: there is one thread alone
-                part = await self._set_aside(who, body) if len(body) > LARGE else None
-                answer = await self._computing.do(who, make, body, part)
+            if len(body) <= LARGE:
+                answer = await self._computing.do(who, make, body)
+            else:
+                async with self._may_compute.turn(who):  # before memory is set aside: there is one thread alone
+                    part = await self._set_aside(who, body)
+                    answer = await self._computing_large.do(who, make, body, part)
             await call.reply(200, {"Content-Type": "application/json"}, answer)
 
         await self._respond(call, work, make, describe)
