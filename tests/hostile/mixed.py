@@ -92,7 +92,7 @@ class Mixed:
     seconds: float
     requests: int
     statuses: Mapping[int, int]
-    """0: none; 1: the client left."""
+    """0: none; 1: the client left; 2: it waits for its turn when all is over."""
     limit_mib: int
     base_mib: float
     peak_mib: float
@@ -144,7 +144,7 @@ class Mixed:
 
 
 def _send(port: int, host: str, body: Body, r: random.Random, until: float) -> int:
-    """One request: its status, 0 where there is none, 1 where the client has left."""
+    """One request: its status, as of `Mixed`."""
     manner = r.random()
     leaves = time.monotonic() + r.random() * 3 if manner < 0.15 else until + _PATIENCE_S
     slowly = 0.15 <= manner < 0.3
@@ -162,7 +162,7 @@ def _send(port: int, host: str, body: Body, r: random.Random, until: float) -> i
         while True:
             now = time.monotonic()
             if now > leaves:
-                return 1 if manner < 0.15 else status
+                return 1 if manner < 0.15 else status or 2
             if slowly and now > until:
                 slowly = False
             try:
