@@ -8,6 +8,7 @@ import json
 import math
 import shutil
 import struct
+from contextlib import ExitStack
 
 import aiohttp
 import openai
@@ -521,6 +522,62 @@ def test_one_client_leaves_room_for_the_largest_request_of_another():
         with budget.holding(10, "b"), pytest.raises(Overloaded, match="all together"), budget.holding(1, "b"):
             pass
     assert budget.held == 0 and not budget._of_client
+
+
+def test_where_there_is_no_room_the_largest_of_the_client_that_has_most_ends():
+    """Two clients had all vectors, and everybody else's request was refused as long as they went on."""
+    budget, ended = works.ScoreBudget(40, 10, "things"), list[str]()
+
+    def holding(name, count):
+        return budget.holding(
+            count, name[0], lambda error: ended.append(f"{name}: {error.message.partition(':')[0]} {error.status}")
+        )
+
+    def refused(name, count, text=""):
+        with pytest.raises(Overloaded, match=text), holding(name, count):
+            pass
+
+    with ExitStack() as held:
+
+        def take(name, count):
+            held.enter_context(holding(name, count))
+            return ended[-1:]
+
+        assert [take(*one) for one in (("a1", 10), ("a2", 12), ("b1", 9), ("b2", 8), ("c1", 1))] == [[]] * 5
+        assert take("c2", 4) == ["a2: 12 things 429"] and budget.held == 32
+        refused("b3", 9, "9 things")
+        refused("c3", 13, "13 things")  # it would have most
+        assert take("d1", 9) == ["b1: 9 things 429"] and budget.held == 32
+        take("e1", 8)
+        refused("f1", 10)  # a1 has as much
+        assert take("f1", 9) == ["a1: 10 things 429"] and len(ended) == 3
+    assert budget.held == 0 and not budget._of_client and not budget._running
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_gives_way_in_a_budget_is_told_so(serve, run, monkeypatch, stream):
+    async def main():
+        budget, go = works.ScoreBudget(150, 100, "things"), asyncio.Event()
+        monkeypatch.setattr(works, "token_budget", lambda: budget)
+        monkeypatch.setattr(works, "_MANY_TOKENS", 0)
+        async with serve(lambda request: [5, go]) as api, aiohttp.ClientSession() as http:
+            body = {"prompt": [1] * 90, "max_tokens": 9, "stream": stream, "model": "tiny"}
+            asked = asyncio.create_task(http.post(f"{api.url}/v1/completions", json=body))
+            answer = await asked if stream else None
+            if answer is not None:
+                await answer.content.readuntil(b"\n\n")
+            await api.backend.started.wait()
+            assert budget.held == 90
+            with budget.holding(61, "another", lambda error: None):
+                async with answer or await asked as answer:
+                    assert answer.status == (200 if stream else 429)
+                    text = (await answer.read()).decode()
+                assert text.count("90 things: requests that run") == 1 and text.count('"error"') == 1
+                assert budget.held == 61
+            await api.backend.closed.wait()
+            assert api.backend.ended == ["closed"] and budget.held == 0
+
+    run(main())
 
 
 def test_long_prompts_of_generations_have_the_same_budget(serve, run, monkeypatch):

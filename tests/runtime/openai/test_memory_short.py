@@ -78,7 +78,7 @@ def test_what_an_answer_repeats_counts_for_its_client_until_it_is_complete(run, 
             (port,) = ports
             (connection,) = port.connections
             assert port.bodies.used == 0, "others may have the room"
-            ids = 24 * len(api.backend.requests[0].prompt_token_ids)
+            ids = 12 * len(api.backend.requests[0].prompt_token_ids)
             assert len(told) <= connection.held({}) - ids < len(told) + 1000
             go.set()
             async with await asked as answer:

@@ -375,8 +375,8 @@ def test_scores_that_a_stream_has_told_leave_their_room_to_others(run, stack, mo
 
     class Noted(ScoreBudget):
         @contextmanager
-        def _holding(self, count, who):
-            with super()._holding(count, who) as told:
+        def _holding(self, count, who, end):
+            with super()._holding(count, who, end) as told:
 
                 def noted():
                     told()

@@ -135,6 +135,17 @@ class Lifecycle:
             finally:
                 span.end()
 
+    def end(self) -> Callable[[RequestError], None]:
+        """What ends the current task's request with an error, where it still runs then."""
+        task = asyncio.current_task()
+        assert task is not None
+
+        def end(error: RequestError) -> None:
+            if self._in_flight.works_on(task):
+                self._in_flight.end(task, error)
+
+        return end
+
     async def compute(
         self, call: Call, make: Callable[[bytes], bytes], most: int, describe: Describe = openai_error
     ) -> None:

@@ -7,8 +7,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 
-from ..errors import Overloaded
+from ..errors import Overloaded, RequestError
+from ..sharing.giving_way import Held, who_gives_way
 from .embeddings import MAX_NUMBERS
 from .ranking import MAX_TOKENS
 from .schema import MAX_SCORES
@@ -26,6 +29,15 @@ MAX_KEPT, MAX_KEPT_HELD = 1 << 25, 1 << 27
 """Bytes that requests keep of their bodies: texts that are passed on, structures, what answers repeat."""
 _RETRY_AFTER_S = 1.0
 _NOTHING = nullcontext[Callable[[], None]](lambda: None)
+End = Callable[[RequestError], None]
+"""Ends a request with an error."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Holding:
+    who: str
+    count: int
+    end: End | None
 
 
 class ScoreBudget:
@@ -36,44 +48,64 @@ class ScoreBudget:
         assert most >= each, f"{most} {of} for all requests, but one may ask for {each}"
         self._most = most
         self._of = of
-        self._each = each
+        self._share = max(each, most - each)
         self.held = 0
         """By the requests that run."""
         self._of_client: Counter[str] = Counter()
+        self._running: set[_Holding] = set()
 
-    def holding(self, count: int, who: str = "") -> AbstractContextManager[Callable[[], None]]:
+    def holding(self, count: int, who: str = "", end: End | None = None) -> AbstractContextManager[Callable[[], None]]:
         """Within, a request of `count` scores of a client runs; what it gives is called where they are told before its
-        end. Raises Overloaded (429) while others leave no room for them, or this client, where it is known, would leave
-        none for the largest request of another."""
-        return self._holding(count, who) if count else _NOTHING
+        end. Where there is no room, the largest request of the client that has most ends (429, by its `end`). Raises
+        Overloaded (429) where that would be this one's client, or it would leave none for the largest request of
+        another."""
+        return self._holding(count, who, end) if count else _NOTHING
 
     @contextmanager
-    def _holding(self, count: int, who: str) -> Iterator[Callable[[], None]]:
-        share = max(self._each, self._most - self._each)
-        if self.held + count > self._most or (who and self._of_client[who] + count > share):
-            raise Overloaded(
-                f"{count} {self._of}: requests that run have {self.held}, and all together may have {self._most}, "
-                f"those of one client {share}; retry later, or with fewer prompts or alternatives in a request",
-                status=429,
-                retry_after_s=_RETRY_AFTER_S,
-            )
+    def _holding(self, count: int, who: str, end: End | None) -> Iterator[Callable[[], None]]:
+        one = _Holding(who, count, end)
+        self._make_room(one)
+        self._running.add(one)
         self.held += count
         self._of_client[who] += count
-        left = count
-
-        def told() -> None:
-            nonlocal left
-            gone, left = left, 0
-            self.held -= gone
-            self._of_client[who] -= gone
-            if not self._of_client[who]:
-                del self._of_client[who]
-
+        let_go = partial(self._let_go, one)
         try:
-            yield told
+            yield let_go
         finally:
-            if left:
-                told()
+            let_go()
+
+    def _make_room(self, new: _Holding) -> None:
+        if new.who and self._of_client[new.who] + new.count > self._share:
+            raise self._too_many(new)
+        excess = self.held + new.count - self._most
+        if excess <= 0:
+            return
+        # A little more than it is: of two clients that have as much the one that comes is refused.
+        held = [Held(one.who, 2 * one.count, one) for one in self._running if one.end is not None]
+        gone = who_gives_way([*held, Held(new.who, 2 * new.count + 1, new)], 2 * excess)
+        if any(one.client == new.who for one in gone) or sum(one.size for one in gone) < 2 * excess:
+            raise self._too_many(new)
+        for one in gone:
+            self._let_go(one.what)
+            assert one.what.end is not None
+            one.what.end(self._too_many(one.what))
+
+    def _let_go(self, one: _Holding) -> None:
+        if one not in self._running:
+            return
+        self._running.remove(one)
+        self.held -= one.count
+        self._of_client[one.who] -= one.count
+        if not self._of_client[one.who]:
+            del self._of_client[one.who]
+
+    def _too_many(self, one: _Holding) -> Overloaded:
+        return Overloaded(
+            f"{one.count} {self._of}: requests that run have {self.held}, and all together may have {self._most}, "
+            f"those of one client {self._share}; retry later, or with fewer prompts or alternatives in a request",
+            status=429,
+            retry_after_s=_RETRY_AFTER_S,
+        )
 
 
 def vector_budget() -> ScoreBudget:

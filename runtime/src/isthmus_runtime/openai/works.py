@@ -35,8 +35,8 @@ _BRIEF_BATCH_BYTES = 200
 _MANY_TOKENS = 1 << 14
 """Of the prompts of a generation, and ids that it allows; fewer are not counted among those that all requests may
 have."""
-_ID_BYTES = 24
-"""Of a token of a prompt: its place among the ids, as JSON as it came, and in the body that an engine gets."""
+_ID_BYTES = 12
+"""Of a token of a prompt while it waits for an engine: its place among the ids, and what is beside them."""
 _MANY_NUMBERS, _MANY_SCORES = 1 << 14, 1 << 10
 """Of the vectors of a request, and log-probabilities of its prompts; fewer are not counted among those of all: whoever
 has most of these would keep everybody out."""
@@ -98,9 +98,10 @@ class Works:
         echoed = sum(echo.bytes_held for echo in job.echoes)
         kept = kept_by(job)
         call.drop(kept + tokens * _ID_BYTES + echoed, who)
+        end = self._requests.end()
         with (
-            self._kept.holding(kept if kept > _MUCH_KEPT else 0, who),
-            self._echoes.holding(echoed if echoed > _MUCH_ECHO else 0, who),
+            self._kept.holding(kept if kept > _MUCH_KEPT else 0, who, end),
+            self._echoes.holding(echoed if echoed > _MUCH_ECHO else 0, who, end),
         ):
             await self._run_planned(call, job, progress, who, tokens)
 
@@ -113,8 +114,8 @@ class Works:
         progress.stage, progress.answer_id, progress.format = "generation", job.answer_id, job.format
         tokens += len(job.requests[0].sampling.allowed_token_ids)  # of all choices, which share them
         counted = tokens if tokens > _MANY_TOKENS else 0
-        scores = job.scores if job.scores > _MANY_SCORES else 0
-        with self._scores.holding(scores, client) as job.told, self._tokens.holding(counted, client):
+        scores, end = job.scores if job.scores > _MANY_SCORES else 0, self._requests.end()
+        with self._scores.holding(scores, client, end) as job.told, self._tokens.holding(counted, client, end):
             if progress.tenant is None:
                 await self._run(job, progress.arrived, call)
             else:
@@ -141,8 +142,8 @@ class Works:
         call.drop(batch.prompt_tokens * _ID_BYTES, who)
         progress.stage, progress.answer_id = "generation", batch.answer_id
         numbers = batch.numbers if batch.numbers > _MANY_NUMBERS else 0
-        tokens = batch.prompt_tokens if batch.prompt_tokens > _MANY_TOKENS else 0
-        with self._numbers.holding(numbers, who), self._tokens.holding(tokens, who):
+        tokens, end = batch.prompt_tokens if batch.prompt_tokens > _MANY_TOKENS else 0, self._requests.end()
+        with self._numbers.holding(numbers, who, end), self._tokens.holding(tokens, who, end):
             await self._run_batch(batch, progress.tenant, progress.arrived, call)
 
     async def _run_batch(self, batch: Batch, tenant: Tenant | None, arrived: float, call: Call) -> None:
