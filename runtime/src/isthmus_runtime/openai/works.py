@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from ..errors import InvalidRequest
 from ..interfaces.backend import Backend
@@ -12,8 +13,8 @@ from ..metrics import RequestMetrics, TenantMetrics
 from ..request import Structure
 from ..serving.call import Call
 from ..serving.memory import MemoryGuard
-from ..sharing.loop_share import LoopShare
 from ..structured.checker import Checker
+from ..tokenising import LONG
 from ..tracing.span import Span, current
 from .answer import Runner
 from .batches import WIDTH, Batch, BatchRunner
@@ -22,16 +23,15 @@ from .chat import NeedsThread
 from .job import Job, kept_by, takes_turns
 from .lifecycle import Lifecycle, Progress, known_as, whose
 from .plan import Plan
+from .planning import Planning
 from .sse import Usage
 from .tenants import Tenant
 from .tenants_file import TenantsFile
 from .writers import Writers
 
-_OFF_LOOP_BYTES = 1 << 12
-"""Bodies above this are parsed and tokenised in a thread, so that other streams do not wait: words take 0.2 ms, digits,
-which are the slowest, 9."""
 _BRIEF_BATCH_BYTES = 200
-"""The same for batches: each text, of which one letter is enough, may be rendered by a template (0.15 ms)."""
+"""Batches above this are planned on threads: each text, of which one letter is enough, may be rendered by a template
+(0.15 ms)."""
 _ID_BYTES = 12
 """Of a token of a prompt while it waits for an engine: its place among the ids, and what is beside them."""
 
@@ -43,6 +43,7 @@ class Works:
         self,
         backend: Backend,
         requests: Lifecycle,
+        planning: Planning,
         *,
         model: str,
         tenants: TenantsFile | None,
@@ -61,7 +62,7 @@ class Works:
         self._tenants = tenants
         self._tenant_metrics = tenant_metrics
         self._grammars = grammars
-        self._planning = LoopShare()
+        self._planning = planning
         self._budgets = Budgets()
         memory.add_book(self._runner.untold)
 
@@ -69,17 +70,16 @@ class Works:
         """Plan what a body asks for, and answer it as it is generated."""
         progress.stage = "reading"
         body = await call.read()
-        progress.stage = "planning"
+        progress.stage, who = "planning", whose(call, progress.tenant)
         span = current()
         tokenise = span.child("tokenise")
         try:
-            job = await self._plan(call, plan, body, progress.tenant)
+            job = await self._plan(who, plan, body)
         finally:
             tokenise.end()
         if span.recording:
             _describe_job(span, job, self._model)
         del body  # megabytes, which an answer would keep as long as it streams
-        who = whose(call, progress.tenant)
         tokens = sum(len(request.prompt_token_ids) for request in job.requests[:: job.n])
         echoed = sum(echo.bytes_held for echo in job.echoes)
         kept = kept_by(job)
@@ -107,19 +107,16 @@ class Works:
         """The same of a batch, which is answered in one piece."""
         progress.stage = "reading"
         body = await call.read()
-        progress.stage = "planning"
+        progress.stage, who = "planning", whose(call, progress.tenant)
         tokenise = current().child("tokenise")
         try:
             if len(body) <= _BRIEF_BATCH_BYTES:
-                await self._planning.room(whose(call, progress.tenant))
-                with self._planning.spending():
-                    batch = plan(body)
+                batch = await self._planning.short(who, partial(plan, body))
             else:
-                batch = await self._requests.planned(call, progress.tenant, plan, body)
+                batch = await self._planning.long(who, plan, body)
         finally:
             tokenise.end()
         del body
-        who = whose(call, progress.tenant)
         batch = replace(batch, client=who)
         call.drop(batch.prompt_tokens * _ID_BYTES, who)
         progress.stage, progress.answer_id = "generation", batch.answer_id
@@ -160,16 +157,14 @@ class Works:
             raise InvalidRequest(f"{param}: not available here", param=param)
         await self._grammars.check(structure, param, who)
 
-    async def _plan(self, call: Call, plan: Plan, body: bytes, tenant: Tenant | None) -> Job:
-        """A short body is planned here and now, unless that turns out to take long."""
-        if len(body) <= _OFF_LOOP_BYTES:
-            await self._planning.room(whose(call, tenant))
+    async def _plan(self, who: str, plan: Plan, body: bytes) -> Job:
+        """A short body is planned on the event loop, unless that turns out to take long."""
+        if len(body) <= LONG:
             try:
-                with self._planning.spending():
-                    return plan(body, briefly=True)
+                return await self._planning.short(who, partial(plan, body, briefly=True))
             except NeedsThread:
                 pass
-        return await self._requests.planned(call, tenant, plan, body)
+        return await self._planning.long(who, plan, body)
 
 
 def _describe_job(span: Span, job: Job, model: str) -> None:
