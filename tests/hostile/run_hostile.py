@@ -17,6 +17,7 @@ import gzip
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -234,6 +235,7 @@ def main() -> int:
     parser.add_argument("--bodies", type=int, default=100, help="of a mixture, made before it begins")
     parser.add_argument("--crowd", type=int, default=24, help="requests at once")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # servers have sessions of their own, and end with us
     print(f"hostile: seed {args.seed}", flush=True)
     if args.mode != "search":
         modes = {

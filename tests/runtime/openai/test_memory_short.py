@@ -23,6 +23,7 @@ from isthmus_runtime.openai.planning import planning_takes as takes_of
 from isthmus_runtime.serving import memory
 from isthmus_runtime.serving.call import Call
 from isthmus_runtime.serving.in_flight import InFlight
+from isthmus_runtime.serving.limits import BodyTooLarge
 from isthmus_runtime.serving.memory import LOOK_AFTER, MemoryGuard
 from isthmus_runtime.serving.port import PortState
 from isthmus_runtime.serving.pressure import Level, Use
@@ -202,6 +203,27 @@ def test_a_plan_that_takes_long_ends_where_others_wait_for_its_memory(run, monke
         assert not holds_nothing.done()
         holds_nothing.cancel()
         assert planning._large.used == planning._small.used == 0
+        guard.close()
+
+    run(main())
+
+
+def test_a_body_of_which_too_much_is_made_for_this_limit_is_refused_for_good(run) -> None:
+    """Of 512 MiB a router has 190 for what is made of bodies: one of 14 MB took 350, and the process 622."""
+
+    async def main() -> None:
+        meter = Meter()
+        meter.used = 600 << 20
+        guard = MemoryGuard(meter)
+        guard.start()
+        planning = Planning(guard)
+        assert guard.room_on_the_way is not None
+        most = guard.room_on_the_way // 26
+        assert 7 << 20 < most < 9 << 20
+        assert await planning.long("127.0.0.1", len, bytes(most)) == most
+        with pytest.raises(BodyTooLarge, match=f"the body has {most + 1} bytes.* leaves room for {most}; .*limit"):
+            await planning.long("127.0.0.1", len, bytes(most + 1))
+        assert planning._large.used == planning._small.used == 0 and guard.level is Level.CALM
         guard.close()
 
     run(main())

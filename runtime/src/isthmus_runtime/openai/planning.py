@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
+from ..serving.limits import BodyTooLarge
 from ..serving.memory import MemoryGuard
 from ..sharing.loop_share import LoopShare
 from ..sharing.reserve import Reserve, SetAside
@@ -74,7 +75,14 @@ class Planning:
             return await self._computing.do(who, make, body, part)
 
     async def _set_aside(self, who: str, body: bytes) -> SetAside:
-        """Wait until what is made of a body may take is there; to be given back when it is over."""
+        """Wait until what is made of a body may take is there; to be given back when it is over. BodyTooLarge: it will
+        never be."""
+        most = self._memory.room_on_the_way
+        if most is not None and _OF_A_BYTE * len(body) > most:
+            raise BodyTooLarge(
+                f"the body has {len(body)} bytes, and what is made of each may take {_OF_A_BYTE} on its way: the "
+                f"memory limit leaves room for {most // _OF_A_BYTE}; send less, or raise --memory-limit"
+            )
         letters = longest_part(body, self._part) if self._part else len(body)
         takes, share = planning_takes(len(body), letters), _share(self._memory, 1)
         # One client has half of the small one, so that there is room for what another one has there.
