@@ -132,6 +132,7 @@ def test_ids_that_are_written_once_are_a_part_by_themselves():
     )
     assert request_parts(first)[1] is request_parts(second)[1] == b"[0,1,2,3,4]"
     assert WireRequest.model_validate_json(request_json(second)).to_request() == second
+    assert ids.ends == (0, 4) and ids.ends is ids.ends
     assert WrittenIds.of(()).json == b"[]"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, ConfigDict, Field
@@ -139,6 +140,11 @@ class WrittenIds(tuple[int, ...]):
 
     json: bytes
     """The list, without white space."""
+
+    @cached_property
+    def ends(self) -> tuple[int, int]:
+        """The least and the largest: each of 128 choices is looked at."""
+        return min(self), max(self)
 
     @staticmethod
     def of(ids: Sequence[int]) -> WrittenIds:

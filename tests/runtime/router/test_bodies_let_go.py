@@ -1,4 +1,5 @@
-"""What engines are sent of a long prompt is not held while they compute: each choice of a request has its own."""
+"""What engines are sent of a long prompt is not held while they compute, and little of what they say to who reads
+nothing: each choice of a request has its own connection."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import asyncio
 import gc
 import re
 import tracemalloc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -15,7 +17,8 @@ from isthmus_runtime.protocol.calls import PrefillAnswer
 from isthmus_runtime.protocol.lines import reserved_line, token_line
 from isthmus_runtime.protocol.request import request_json
 from isthmus_runtime.protocol.ticket import Ticket
-from isthmus_runtime.request import FinishReason, TokenChunk
+from isthmus_runtime.request import FinishReason, SamplingParams, TokenChunk, TokenLogprobs
+from isthmus_runtime.router.wire import Exchange
 
 CHOICES = 6
 PROMPT = (7,) * 300_000
@@ -106,3 +109,46 @@ def test_what_was_sent_is_let_go_of_before_the_first_token_and_after_it(rig, run
             await asyncio.gather(*asks)
 
     run(main())
+
+
+def test_what_nobody_reads_is_little_and_goes_with_the_connection(rig, run, kit) -> None:
+    top = tuple((i, -1.0) for i in range(20))
+    line = TokenChunk((5,) * 4, (TokenLogprobs(5, -0.5, top),) * 4)
+
+    async def main() -> None:
+        engine, gate, never, read = kit.Engine("unified"), asyncio.Event(), asyncio.Event(), asyncio.Event()
+        engine.local_script = [line] * 20_000 + [gate]
+
+        async def wait() -> bool:
+            read.set()
+            return await never.wait()
+
+        async with rig(engine) as r:
+            asked = replace(kit.request(), sampling=SamplingParams(max_tokens=100_000, logprobs=20))
+            task = asyncio.ensure_future(r.backend.push(asked, lambda chunk: wait))
+            await read.wait()
+            (exchange,) = await until(lambda: [weakref.ref(one) for one in gc.get_objects() if _is_full(one)])
+            gc.disable()
+            try:
+                held = exchange()._held
+                task.cancel()
+                await asyncio.wait([task])
+                del task  # its error has frames that have it
+                assert held < 250 << 10
+                await until(lambda: exchange() is None)
+            finally:
+                gc.enable()
+
+    run(main())
+
+
+async def until(found):
+    """The test's own deadline bounds this."""
+    while True:
+        if what := found():
+            return what
+        await asyncio.sleep(0)
+
+
+def _is_full(one: object) -> bool:
+    return isinstance(one, Exchange) and one._paused

@@ -120,7 +120,7 @@ class Streams:
 
 
 def _numbers(reply: Reply | LongReply) -> int:
-    # Other kinds come once a request, and their sizes have bounds of their own (openai/score_budget.py).
+    # Other kinds come once a request, and their sizes have bounds of their own (openai/budgets.py).
     if not isinstance(reply, TokenChunk):
         return 0
     scores = reply.logprobs

@@ -29,8 +29,9 @@ on the way. The kernel finds out in about 5 s; a stream that waits for tokens wo
 _MAX_HEAD = 64 << 10
 _LARGE = 1 << 16
 """Bytes of a body that is not copied to be sent."""
-_HIGH_WATER = 256 << 10
-"""Bytes held for a reader that is slower than the engine before the socket is left unread."""
+_HIGH_WATER = 64 << 10
+"""Bytes held for a reader that is slower than the engine before the socket is left unread, and of the kernel's for it:
+a client that reads nothing has as many connections here as choices, which no book counts."""
 
 
 class BadAnswer(ConnectionError):
@@ -55,7 +56,8 @@ class Exchange(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None
         self._arrived: Callable[[], None] | None = None
         self._error: OSError | None = None
-        self._parser = HttpResponseParser(self)
+        self._parser: HttpResponseParser | None = HttpResponseParser(self)
+        """Refers back to this: let go of with the connection, or what was not read would wait for the collector."""
         self._unread = 0
         """Bytes of which the parser has made neither a head nor a part of a body."""
         self._framed = False
@@ -67,12 +69,13 @@ class Exchange(asyncio.Protocol):
 
     # -------------------------------------------------------------------------------------------------------- caller
 
-    def probe(self) -> None:
-        """Let the kernel look after the connection while nothing comes."""
+    def set_up(self) -> None:
+        """Let the kernel look after the connection while nothing comes, and hold little of what does."""
         sock = None if self._transport is None else self._transport.get_extra_info("socket")
         if sock is None:
             return
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _HIGH_WATER)
         for name, value in _PROBES.items():
             if (option := getattr(socket, name, None)) is not None:
                 sock.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -157,14 +160,16 @@ class Exchange(asyncio.Protocol):
         self.usable = True
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._transport = None
+        self._transport = self._parser = None
         self.usable = False
         self._fail(exc if isinstance(exc, OSError) else ConnectionResetError("the peer closed the connection"))
 
     def data_received(self, data: bytes) -> None:
+        parser = self._parser
+        assert parser is not None  # the connection is there
         self._unread += len(data)
         try:
-            self._parser.feed_data(data)
+            parser.feed_data(data)
             if self._unread > _MAX_HEAD:
                 raise BadAnswer(f"{self._unread} bytes arrived that are neither a head nor part of a body")
         except (HttpParserError, BadAnswer) as e:
@@ -193,10 +198,12 @@ class Exchange(asyncio.Protocol):
         self._framed = self._framed or name.lower() in (b"content-length", b"transfer-encoding")
 
     def on_headers_complete(self) -> None:
-        if self._parser.get_http_version() != "1.1" or not self._framed:
+        parser = self._parser
+        assert parser is not None
+        if parser.get_http_version() != "1.1" or not self._framed:
             raise BadAnswer("the answer is not HTTP/1.1 with chunks or a Content-Length")
-        self.status = self._parser.get_status_code()
-        self.usable = self._parser.should_keep_alive()
+        self.status = parser.get_status_code()
+        self.usable = parser.should_keep_alive()
         self._unread = 0
 
     def on_body(self, body: bytes) -> None:
@@ -326,5 +333,5 @@ class Wire:
                 )
         except TimeoutError as e:
             raise TimeoutError(f"no connection within {CONNECT_TIMEOUT_S:g} s") from e
-        exchange.probe()
+        exchange.set_up()
         return exchange
