@@ -344,7 +344,12 @@ def test_what_is_small_is_counted_beside_what_is_large(run) -> None:
     """Two connections with a megabyte of digits each kept everybody's few words waiting for seven seconds."""
 
     async def main() -> None:
-        lifecycle, may_end, begun, told = _lifecycle(MemoryGuard()), threading.Event(), threading.Event(), list[int]()
+        lifecycle, may_end, begun, told = (
+            _lifecycle(Planning(MemoryGuard())),
+            threading.Event(),
+            threading.Event(),
+            list[int](),
+        )
 
         def make(body: bytes) -> bytes:
             if len(body) > 70_000:
