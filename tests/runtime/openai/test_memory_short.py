@@ -340,6 +340,44 @@ def test_what_is_counted_in_turn_sets_its_memory_aside_when_it_has_it(run) -> No
     run(main())
 
 
+def test_what_is_small_is_counted_beside_what_is_large(run) -> None:
+    """Two connections with a megabyte of digits each kept everybody's few words waiting for seven seconds."""
+
+    async def main() -> None:
+        lifecycle, may_end, begun, told = (
+            _lifecycle(Planning(MemoryGuard())),
+            threading.Event(),
+            threading.Event(),
+            list[int](),
+        )
+
+        def make(body: bytes) -> bytes:
+            if len(body) > 70_000:
+                begun.set()
+                assert may_end.wait(20)
+            return b"%d" % len(body)
+
+        def call(host: str, size: int) -> Call:
+            async def receive() -> dict[str, Any]:
+                return {"type": "http.request", "body": b"x" * size, "more_body": False}
+
+            async def send(message: Any) -> None:
+                if "body" in message:
+                    told.append(int(message["body"]))
+
+            return Call({"type": "http", "path": "/tokenize", "headers": [], "client": (host, 1)}, receive, send)
+
+        large = [asyncio.create_task(lifecycle.compute(call("127.0.0.1", 100_000), make, 1 << 20)) for _ in range(2)]
+        assert await asyncio.to_thread(begun.wait, 20)
+        await lifecycle.compute(call("127.0.0.2", 10), make, 1 << 20)
+        assert told == [10]
+        may_end.set()
+        await asyncio.gather(*large)
+        assert told == [10, 100_000, 100_000]
+
+    run(main())
+
+
 def planning_takes(size: int) -> int:
     """Of a body that nothing cuts."""
     return takes_of(size, size)

@@ -41,7 +41,10 @@ class Planning:
         self._part = part
         self._short = LoopShare()
         # What a thread has begun cannot be ended: generations have others than what no engine is asked for.
-        self._computing = ThreadsInTurns(1, "compute", _MOST_COMPUTING, _WAIT_TO_COMPUTE)
+        # Large ones have a thread of their own: a megabyte of digits takes seconds, in one piece.
+        self._computing, self._computing_large = (
+            ThreadsInTurns(1, name, _MOST_COMPUTING, _WAIT_TO_COMPUTE) for name in ("compute", "compute-large")
+        )
         self._may_compute = Turns(_MOST_COMPUTING, _WAIT_TO_COMPUTE)
         self._planners = ThreadsInTurns(
             _PLACES,
@@ -69,10 +72,12 @@ class Planning:
         return await self._planners.do(who, plan, body, part)
 
     async def alone(self, who: str, make: Callable[[bytes], _M], body: bytes) -> _M:
-        """What `make` makes of a body that no engine is asked for, one at a time. Raises as `long`."""
+        """What `make` makes of a body that no engine is asked for, one at a time, and a large one beside it. Raises as
+        `long`."""
+        if len(body) <= LARGE:
+            return await self._computing.do(who, make, body)
         async with self._may_compute.turn(who):  # before memory is set aside: there is one thread alone
-            part = await self._set_aside(who, body) if len(body) > LARGE else None
-            return await self._computing.do(who, make, body, part)
+            return await self._computing_large.do(who, make, body, await self._set_aside(who, body))
 
     async def _set_aside(self, who: str, body: bytes) -> SetAside:
         """Wait until what is made of a body may take is there; to be given back when it is over. BodyTooLarge: it will
