@@ -33,6 +33,8 @@ _SMALL_FIELDS = 3
 """At most, beside what is dear."""
 LATE = 0.05
 """Share of others' requests that may wait longer than `watcher.LATE_S`, or be refused."""
+_OTHERS, _OTHERS_BYTES = 2, 1 << 16
+"""What others have at a time."""
 KEPT_MIB = 64.0
 """What a process may have more when all have gone."""
 
@@ -78,7 +80,8 @@ def bodies(dear: Sequence[Dear], count: int, r: random.Random) -> list[Body]:
         except (ValueError, RecursionError, OverflowError, TypeError, KeyError, IndexError):
             continue
         if raw and len(raw) <= MOST_BYTES:
-            found.append(Body(" + ".join(names), endpoint.path, gzip.compress(raw, 6 if len(raw) < 1 << 20 else 2)))
+            level = 6 if len(raw) < 1 << 20 else 2
+            found.append(Body(" + ".join(names), endpoint.path, gzip.compress(raw, level, mtime=0)))
     return found
 
 
@@ -90,7 +93,7 @@ class Mixed:
     seconds: float
     requests: int
     statuses: Mapping[int, int]
-    """0: none; 1: the client left."""
+    """0: none; 1: the client left; 2: it waits for its turn when all is over."""
     limit_mib: int
     base_mib: float
     peak_mib: float
@@ -105,6 +108,8 @@ class Mixed:
     books: int
     running: int
     """Bytes by the books, and requests at the engine, when all have gone."""
+    engines: Mapping[str, int]
+    """MiB, of each at most."""
     tracebacks: int
     unanswered: tuple[str, ...]
     """Requests that had no answer, or the answer that there was a fault."""
@@ -117,8 +122,8 @@ class Mixed:
             ("late", self.late > LATE * max(20, self.asked)),
             ("refused", self.refused > LATE * max(20, self.asked)),
             ("stays", self.stays_mib > KEPT_MIB),
-            ("books", self.books != 0),
-            ("running", self.running != 0),
+            ("books", self.books > _OTHERS_BYTES),
+            ("running", self.running > _OTHERS),
             ("tracebacks", self.tracebacks != 0),
             ("unanswered", bool(self.unanswered)),
         )
@@ -134,12 +139,13 @@ class Mixed:
             f"peak={self.peak_mib:.0f} of {self.limit_mib} base={self.base_mib:.0f} stays={self.stays_mib:.0f} "
             f"gap={self.gap_s:.2f} others={self.others_s:.2f}/{self.others_wall_s:.2f} asked={self.asked} "
             f"late={self.late} refused={self.refused} books={self.books} running={self.running} "
-            f"tracebacks={self.tracebacks} {self.flags}" + "".join(f"\n  {one}" for one in self.unanswered[:9])
+            f"tracebacks={self.tracebacks} engines={dict(self.engines)} {self.flags}"
+            + "".join(f"\n  {one}" for one in self.unanswered[:9])
         )
 
 
 def _send(port: int, host: str, body: Body, r: random.Random, until: float) -> int:
-    """One request: its status, 0 where there is none, 1 where the client has left."""
+    """One request: its status, as of `Mixed`."""
     manner = r.random()
     leaves = time.monotonic() + r.random() * 3 if manner < 0.15 else until + _PATIENCE_S
     slowly = 0.15 <= manner < 0.3
@@ -157,7 +163,7 @@ def _send(port: int, host: str, body: Body, r: random.Random, until: float) -> i
         while True:
             now = time.monotonic()
             if now > leaves:
-                return 1 if manner < 0.15 else status
+                return 1 if manner < 0.15 else status or 2
             if slowly and now > until:
                 slowly = False
             try:
@@ -212,9 +218,10 @@ def mixed(server: Server, behind: int, what: Sequence[Body], *, seconds: float, 
     trim.touch()
     stays = 0.0 if ended else settled_mib(server) - base
     time.sleep(1.5)
-    running = engine(behind, "go") if behind else 0
+    running = engine(behind, "go") if behind else sum(one.requests() for one in server.engines if not ended)
+    engines = {one.role: status_kib(one.popen.pid, "VmHWM") >> 10 for one in server.engines}
     trim.unlink()
-    log = server.log.read_text()
+    log = "".join(file.read_text() for file in server.log.parent.glob("*.log"))
     others = [told[name] for name in ("short", "long") if name in told]
     return Mixed(
         seed=seed,
@@ -233,6 +240,7 @@ def mixed(server: Server, behind: int, what: Sequence[Body], *, seconds: float, 
         refused=sum(one[2] for one in others),
         books=server.held(),
         running=running,
+        engines=engines,
         tracebacks=log.count("Traceback (most recent"),
         unanswered=("the server has ended",) * ended + tuple(unanswered),
     )

@@ -112,6 +112,7 @@ def begun(args: argparse.Namespace) -> list[Dear]:
 def started(args: argparse.Namespace, folder: str, **more: Any) -> Any:
     """The server."""
     settings = dict(kind=args.kind, task=args.task, max_model_len=args.max_model_len, text=args.text)
+    settings["executor"] = args.executor
     return serving(Path(folder), args.model, **settings, processors=args.processors, **more)
 
 
@@ -214,12 +215,13 @@ def in_a_mixture(args: argparse.Namespace) -> int:
 def main() -> int:
     """0: nothing is over a bar."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kind", choices=("router", "unified"), default="router")
+    parser.add_argument("--kind", choices=("router", "unified", "pair"), default="router")
     parser.add_argument("--task", choices=("generate", "embed", "score"), default="generate")
     parser.add_argument("--only", default="", help="rows whose id has this in it, or one of several with commas")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--part", default="0/1", help="K/N: the K-th of N parts of all")
     parser.add_argument("--seconds", type=float, default=1e9)
+    parser.add_argument("--executor", choices=("fake", "torch"), default="fake", help="of unified engines and pairs")
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--out", type=Path, help="all rows as lines of JSON, appended; ids that it has are left out")

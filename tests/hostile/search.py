@@ -13,7 +13,7 @@ from measuring import Cost
 from places import Place
 from values import FIXED, families, written
 
-from isthmus_runtime.openai.lifecycle import planning_takes
+from isthmus_runtime.openai.planning import planning_takes
 
 MOST_BYTES = 15 << 20
 """Of a body: the server takes 16 MiB."""

@@ -172,8 +172,10 @@ def test_a_mixture_is_the_same_for_a_seed_and_fits_the_api() -> None:
 
 def test_bars_of_a_mixture() -> None:
     calm = dict(seed=1, seconds=9, requests=9, statuses={}, limit_mib=1024, base_mib=99, peak_mib=900, stays_mib=9)
-    calm |= dict(gap_s=0.1, others_s=0.1, others_wall_s=0.1, asked=100, late=4, refused=3, books=0, running=0)
+    calm |= dict(
+        gap_s=0.1, others_s=0.1, others_wall_s=0.1, asked=100, late=4, refused=3, books=0, running=0, engines={}
+    )
     found = mixed.Mixed(**calm, tracebacks=0, unanswered=())
     assert found.flags == ""
-    worse = replace(found, peak_mib=1025, late=6, refused=50, stays_mib=99, books=1, running=1, tracebacks=1)
+    worse = replace(found, peak_mib=1025, late=6, refused=50, stays_mib=99, books=1 << 20, running=3, tracebacks=1)
     assert replace(worse, unanswered=("x",)).flags == "killed,late,refused,stays,books,running,tracebacks,unanswered"

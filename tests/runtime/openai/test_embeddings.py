@@ -8,7 +8,6 @@ import json
 import math
 import shutil
 import struct
-from contextlib import ExitStack
 
 import aiohttp
 import openai
@@ -20,14 +19,14 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as HfTokenizer
 
 from isthmus_runtime.errors import EngineFailed, Overloaded
-from isthmus_runtime.openai import ranking, works
+from isthmus_runtime.openai import ranking
 from isthmus_runtime.openai.batches import WIDTH
 from isthmus_runtime.openai.embeddings import numbers
 from isthmus_runtime.openai.ranking import INSTRUCTION
-from isthmus_runtime.openai.score_budget import MAX_NUMBERS_HELD, MAX_TOKENS_HELD
 from isthmus_runtime.openai.tenants_file import TenantsFile
 from isthmus_runtime.openai.tokenizer import Tokenizer
 from isthmus_runtime.request import FinishReason, ServedTask, TokenChunk, TokenLogprobs
+from isthmus_runtime.sharing.budget import Budget
 
 EMBEDS = ServedTask(kind="embed", dimensions=4, shorter=True)
 SCORES = ServedTask(kind="score")
@@ -187,22 +186,20 @@ def test_an_answer_that_would_be_too_large(serve, run):
 )
 @pytest.mark.parametrize(
     ("name", "left", "text"),
-    [("vector_budget", 7, "8 numbers of vectors: requests that"), ("token_budget", 1, "2 tokens of prompts: requests")],
+    [("numbers", 7, "8 numbers of vectors: requests that"), ("tokens", 1, "2 tokens of prompts: requests")],
 )
-def test_what_all_requests_hold_has_a_budget(serve, run, monkeypatch, path, body, name, left, text):
+def test_what_all_requests_hold_has_a_budget(serve, run, budgets, path, body, name, left, text):
     """In which small ones are not counted, so that nobody keeps them out."""
 
     async def main():
-        budget = getattr(works, name)()
-        monkeypatch.setattr(works, name, lambda: budget)
+        budget = getattr(budgets, name)
         async with serve(embed) as api:
             api.backend.task = EMBEDS
-            with budget.holding({"vector_budget": MAX_NUMBERS_HELD, "token_budget": MAX_TOKENS_HELD}[name] - left):
+            with budget.holding(budget.most - left):
                 status, answer = await post(api, path, body)
                 assert status == 200, answer
                 api.backend.requests.clear()
-                for many in ("_MANY_NUMBERS", "_MANY_TOKENS"):
-                    monkeypatch.setattr(works, many, 0)
+                budget.small = 0
                 status, answer = await post(api, path, body)
                 assert status == 429 and text in answer["error"]["message"], answer
                 assert not api.backend.requests
@@ -514,52 +511,11 @@ def test_an_engine_that_breaks_off_is_an_error(serve, run):
     run(main())
 
 
-def test_one_client_leaves_room_for_the_largest_request_of_another():
-    budget = works.ScoreBudget(40, 10, "things")
-    with budget.holding(10, "a"), budget.holding(20, "a"):
-        with pytest.raises(Overloaded, match="those of one client 30"), budget.holding(1, "a"):
-            pass
-        with budget.holding(10, "b"), pytest.raises(Overloaded, match="all together"), budget.holding(1, "b"):
-            pass
-    assert budget.held == 0 and not budget._of_client
-
-
-def test_where_there_is_no_room_the_largest_of_the_client_that_has_most_ends():
-    """Two clients had all vectors, and everybody else's request was refused as long as they went on."""
-    budget, ended = works.ScoreBudget(40, 10, "things"), list[str]()
-
-    def holding(name, count):
-        return budget.holding(
-            count, name[0], lambda error: ended.append(f"{name}: {error.message.partition(':')[0]} {error.status}")
-        )
-
-    def refused(name, count, text=""):
-        with pytest.raises(Overloaded, match=text), holding(name, count):
-            pass
-
-    with ExitStack() as held:
-
-        def take(name, count):
-            held.enter_context(holding(name, count))
-            return ended[-1:]
-
-        assert [take(*one) for one in (("a1", 10), ("a2", 12), ("b1", 9), ("b2", 8), ("c1", 1))] == [[]] * 5
-        assert take("c2", 4) == ["a2: 12 things 429"] and budget.held == 32
-        refused("b3", 9, "9 things")
-        refused("c3", 13, "13 things")  # it would have most
-        assert take("d1", 9) == ["b1: 9 things 429"] and budget.held == 32
-        take("e1", 8)
-        refused("f1", 10)  # a1 has as much
-        assert take("f1", 9) == ["a1: 10 things 429"] and len(ended) == 3
-    assert budget.held == 0 and not budget._of_client and not budget._running
-
-
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_gives_way_in_a_budget_is_told_so(serve, run, monkeypatch, stream):
+def test_a_request_that_gives_way_in_a_budget_is_told_so(serve, run, budgets, stream):
     async def main():
-        budget, go = works.ScoreBudget(150, 100, "things"), asyncio.Event()
-        monkeypatch.setattr(works, "token_budget", lambda: budget)
-        monkeypatch.setattr(works, "_MANY_TOKENS", 0)
+        budget, go = Budget(150, 100, "things"), asyncio.Event()
+        budgets.tokens = budget
         async with serve(lambda request: [5, go]) as api, aiohttp.ClientSession() as http:
             body = {"prompt": [1] * 90, "max_tokens": 9, "stream": stream, "model": "tiny"}
             asked = asyncio.create_task(http.post(f"{api.url}/v1/completions", json=body))
@@ -580,13 +536,12 @@ def test_a_request_that_gives_way_in_a_budget_is_told_so(serve, run, monkeypatch
     run(main())
 
 
-def test_long_prompts_of_generations_have_the_same_budget(serve, run, monkeypatch):
+def test_long_prompts_of_generations_have_the_same_budget(serve, run, budgets):
     async def main():
-        budget = works.token_budget()
-        monkeypatch.setattr(works, "token_budget", lambda: budget)
-        monkeypatch.setattr(works, "_MANY_TOKENS", 3)
+        budget = budgets.tokens
+        budget.small = 3
         async with serve(lambda request: [5]) as api:
-            with budget.holding(MAX_TOKENS_HELD - 7):
+            with budget.holding(budget.most - 7):
                 for prompt, expected in (([1, 2, 3], 200), ([1, 2, 3, 4], 200), ([[1, 2, 3, 4]] * 2, 429)):
                     body = {"prompt": prompt, "max_tokens": 1, "n": 2}
                     status, answer = await post(api, "/v1/completions", body)

@@ -14,15 +14,15 @@ from openai import AsyncOpenAI, BadRequestError, DefaultAsyncHttpxClient, RateLi
 from serving import served
 
 from isthmus_runtime.executor.fake import FakeExecutor, expected_scores, expected_tokens
-from isthmus_runtime.openai import answer, job_bounds, works
+from isthmus_runtime.openai import answer, job_bounds
 from isthmus_runtime.openai.app import BODIES, ApiConfig, add_openai_routes
 from isthmus_runtime.openai.prompts import echo_of_ids, echo_of_text
-from isthmus_runtime.openai.score_budget import MAX_HELD, ScoreBudget
 from isthmus_runtime.openai.sse import CompletionFormat
 from isthmus_runtime.protocol.request import request_parts
 from isthmus_runtime.request import FinishReason, SamplingParams, TokenChunk, TokenLogprobs
 from isthmus_runtime.serving.app import make_app
 from isthmus_runtime.serving.in_flight import InFlight
+from isthmus_runtime.sharing.budget import Budget
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
@@ -339,12 +339,10 @@ def test_ids_of_many_long_prompts_are_written_beside_the_event_loop(run, stack, 
     run(main())
 
 
-def test_scores_of_all_requests_have_one_budget(run, stack, monkeypatch):
+def test_scores_of_all_requests_have_one_budget(run, stack, budgets):
     """Each may be small, and hundreds of them gigabytes: who finds no room is told to come again."""
-    budget = ScoreBudget()
-    monkeypatch.setattr(works, "ScoreBudget", lambda: budget)
-    monkeypatch.setattr(works, "_MANY_SCORES", 0)
-    busy = MAX_HELD - 50
+    budget = budgets.scores
+    budget.small, busy = 0, budget.most - 50
 
     async def main():
         async with stack() as api:
@@ -369,11 +367,11 @@ def test_scores_of_all_requests_have_one_budget(run, stack, monkeypatch):
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("stream", [True, False])
-def test_scores_that_a_stream_has_told_leave_their_room_to_others(run, stack, monkeypatch, n, stream):
+def test_scores_that_a_stream_has_told_leave_their_room_to_others(run, stack, budgets, n, stream):
     """It told them with its first words, and kept their room, and the scores, for as long as it went on."""
     held = []
 
-    class Noted(ScoreBudget):
+    class Noted(Budget):
         @contextmanager
         def _holding(self, count, who, end):
             with super()._holding(count, who, end) as told:
@@ -385,9 +383,7 @@ def test_scores_that_a_stream_has_told_leave_their_room_to_others(run, stack, mo
                 yield noted
                 held.append("ends")
 
-    budget = Noted()
-    monkeypatch.setattr(works, "ScoreBudget", lambda: budget)
-    monkeypatch.setattr(works, "_MANY_SCORES", 0)
+    budget = budgets.scores = Noted(1000, 500, "scores")
 
     async def main():
         async with stack() as api:

@@ -8,7 +8,6 @@ import logging
 import uuid
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from functools import partial
 from hashlib import blake2b
 from typing import Any, TypeVar
 
@@ -18,15 +17,9 @@ from ..serving.call import Call, Cut, error_answer
 from ..serving.clients import known_by
 from ..serving.in_flight import InFlight
 from ..serving.limits import BodyTooLarge
-from ..serving.memory import MemoryGuard
-from ..sharing.reserve import Reserve, SetAside
-from ..sharing.threads_in_turns import MOST_HELD_S, ThreadsInTurns
-from ..sharing.turns import Turns
-from ..threads import processors
-from ..tokenising import LARGE, OF_A_LETTER
 from ..tracing.span import NO_TRACER, Tracer, current, within
-from .bounds import longest_part
 from .keys import Keys
+from .planning import Planning
 from .sse import Format
 from .tenants import Tenant
 from .tenants_file import TenantsFile
@@ -37,17 +30,6 @@ _DEADLINE_MARGIN_S = 1.0
 """The backend enforces the deadline and knows the reason; we step in when it is stuck, or the client does not read."""
 _LAST_WORDS_S = 1.0
 """How long a client that does not read may hold up its own error event."""
-_MOST_COMPUTING = 64
-"""Requests to `compute` that wait for their turn."""
-_MOST_PLANNING, _PLACES = 1024, min(16, max(4, processors()))
-"""Long requests that wait to be planned, and how many are at a time."""
-_SMALL_HELD_S = 3.0
-"""As MOST_HELD_S, of the bodies that have little of it: their texts take two seconds at most, but for odd ones."""
-_WAIT_TO_COMPUTE = "requests of this kind wait for their turn"
-_WAIT = "large bodies wait to be planned"
-_MOST_LETTERS, _OF_A_BYTE = 1 << 20, 26
-"""Characters that are tokenised at a time where nothing cuts them; and bytes that planning takes at most for each of a
-body, as JSON, marked, rendered and made bare again (tests/hostile)."""
 
 Describe = Callable[[RequestError], dict[str, Any]]
 """An error as the body of an answer."""
@@ -66,7 +48,6 @@ class Progress:
 
 
 _P = TypeVar("_P")
-_M = TypeVar("_M")
 Answering = Callable[[Call, _P, Progress], Coroutine[Any, Any, None]]
 """Answers a request, given how its body is planned."""
 
@@ -89,13 +70,11 @@ class Lifecycle:
         metrics: RequestMetrics | None,
         tenant_metrics: TenantMetrics | None,
         tracer: Tracer,
-        memory: MemoryGuard,
+        planning: Planning,
         clock: Callable[[], float],
-        part: int = 0,
     ) -> None:
-        """`part`: of `Tokenizer`. `timeout_s`: what a request may take. `clock`: monotonic seconds."""
-        self._memory = memory
-        self._part = part
+        """`timeout_s`: what a request may take. `clock`: monotonic seconds."""
+        self._planning = planning
         self._keys = keys
         self._tenants = tenants
         self._timeout_s = timeout_s
@@ -104,21 +83,6 @@ class Lifecycle:
         self._tenant_metrics = tenant_metrics
         self._tracer = tracer
         self._clock = clock
-        # What a thread has begun cannot be ended: generations have others than what no engine is asked for.
-        self._computing = ThreadsInTurns(1, "compute", _MOST_COMPUTING, _WAIT_TO_COMPUTE)
-        self._may_compute = Turns(_MOST_COMPUTING, _WAIT_TO_COMPUTE)
-        self._planners = ThreadsInTurns(
-            _PLACES,
-            "plan",
-            _MOST_PLANNING,
-            "long prompts and batches wait to be planned",
-            one_by_one=lambda: memory.tight,
-        )
-        # Two, so that many small ones and few large ones do not wait for each other.
-        self._small, self._large = (
-            Reserve(partial(_share, memory, quarters), _MOST_PLANNING, _WAIT, self._planners, held_s)
-            for quarters, held_s in ((1, _SMALL_HELD_S), (3, MOST_HELD_S))
-        )
 
     async def answer(
         self, call: Call, work: Answering[_P], plan: _P, *, describe: Describe = openai_error, operation: str = "chat"
@@ -157,43 +121,10 @@ class Lifecycle:
             if len(body) > most:
                 raise BodyTooLarge(f"the body has {len(body)} bytes, {call.path} takes {most}; send parts")
             who = whose(call, progress.tenant)
-            async with self._may_compute.turn(who):  # before memory is set aside: there is one thread alone
-                part = await self._set_aside(who, body) if len(body) > LARGE else None
-                answer = await self._computing.do(who, make, body, part)
+            answer = await self._planning.alone(who, make, body)
             await call.reply(200, {"Content-Type": "application/json"}, answer)
 
         await self._respond(call, work, make, describe)
-
-    async def planned(self, call: Call, tenant: Tenant | None, plan: Callable[[bytes], _M], body: bytes) -> _M:
-        """What `plan` makes of a long body, in a thread: few at a time, in turns of clients, of whom none takes all
-        threads. Overloaded (429) when too many wait."""
-        who = whose(call, tenant)
-        if len(body) <= LARGE:
-            return await self._planners.do(who, plan, body)
-        return await self._planners.do(who, plan, body, await self._set_aside(who, body))
-
-    async def _set_aside(self, who: str, body: bytes) -> SetAside:
-        """Wait until what is made of a body may take is there; to be given back when it is over. BodyTooLarge: it will
-        never be."""
-        most = self._memory.room_on_the_way
-        if most is not None and _OF_A_BYTE * len(body) > most:
-            raise BodyTooLarge(
-                f"the body has {len(body)} bytes, and what is made of each may take {_OF_A_BYTE} on its way: the "
-                f"memory limit leaves room for {most // _OF_A_BYTE}; send less, or raise --memory-limit"
-            )
-        letters = longest_part(body, self._part) if self._part else len(body)
-        takes, share = planning_takes(len(body), letters), _share(self._memory, 1)
-        # One client has half of the small one, so that there is room for what another one has there.
-        reserve = self._small if share is None or takes <= share // 2 else self._large
-        part = await reserve.take(who, takes)
-        try:
-            self._memory.look()
-            self._memory.check_new()
-            await self._memory.make_room(takes)
-        except BaseException:
-            part.give_back()
-            raise
-        return part
 
     async def _respond(self, call: Call, work: Answering[_P], plan: _P, describe: Describe) -> None:
         progress = Progress(self._clock())
@@ -255,17 +186,6 @@ class Lifecycle:
     def _count_tenant(self, progress: Progress, status: int) -> None:
         if progress.tenant is not None and self._tenant_metrics is not None:
             self._tenant_metrics.ended(progress.tenant.name, status)
-
-
-def _share(memory: MemoryGuard, quarters: int) -> int | None:
-    """So many of what may be taken on the way; None: anything."""
-    room = memory.room_on_the_way
-    return None if room is None else quarters * room // 4
-
-
-def planning_takes(size: int, letters: int) -> int:
-    """Bytes that planning a body of so many may take on its way, of which so many are tokenised at a time at most."""
-    return OF_A_LETTER * min(letters, _MOST_LETTERS) + _OF_A_BYTE * size
 
 
 def whose(call: Call, tenant: Tenant | None) -> str:

@@ -2,7 +2,7 @@
 together. Pure, of one event loop.
 
 How many there will be is known by nobody before: an answer in one piece is held whole, and so is text of which nobody
-knows yet whether it is a call of a tool. What prompts add is known (`score_budget`).
+knows yet whether it is a call of a tool. What prompts add is known (`budgets`).
 """
 
 from __future__ import annotations

@@ -30,6 +30,8 @@ _GAP_S = 10.0
 stopped the last of the old before the first of the new is ready."""
 _GROUPS = 4096
 """Prompts with several choices whose engine is remembered: the choices after the first follow it at once."""
+_GROUPS_HASHED = 16
+"""Of these, those whose prompt's hashes are remembered: 36 bytes for each block."""
 _OFF_LOOP_TOKENS = 8192
 """Longer prompts are hashed in a thread (about 0.1 ms per thousand tokens)."""
 _TEXT_REFUSED = ("prompt", "request.prompt")
@@ -82,6 +84,8 @@ class RouterBackend:
         self._turn = 0
         self._holders: OrderedDict[str, str] = OrderedDict()
         """Group of requests with one prompt -> the engine that has its KV."""
+        self._hashed: OrderedDict[str, Mapping[int, Sequence[int]]] = OrderedDict()
+        """The newest such groups -> hashes of the prompt."""
         self._able: Fleet | None = None
         """The last fleet that `ready` found able to serve."""
         self._text: tuple[Fleet | None, bool] = None, False
@@ -310,7 +314,10 @@ class RouterBackend:
         return isinstance(choice, Choice) and choice.prefill is not None
 
     async def _hashes(self, request: GenerateRequest) -> Mapping[int, Sequence[int]]:
-        """The prompt's block hashes by block size, for the policies that ask for them."""
+        """The prompt's block hashes by block size, for the policies that ask for them; once for all its choices."""
+        group = self._hashed.get(request.prompt_group)
+        if group is not None:
+            return group
         fleet = self._pool.fleet
         found: dict[int, Sequence[int]] = {}
         for size in {e.block_size for e in (*fleet.prefill, *fleet.decode)} - {0}:
@@ -318,6 +325,10 @@ class RouterBackend:
                 found[size] = await asyncio.to_thread(prompt_hashes, request, size)
             else:
                 found[size] = prompt_hashes(request, size)
+        if request.prompt_group:
+            self._hashed[request.prompt_group] = found
+            if len(self._hashed) > _GROUPS_HASHED:
+                self._hashed.popitem(last=False)
         return found
 
     def _facts(
