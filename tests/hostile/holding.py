@@ -55,13 +55,14 @@ class Held:
         )
 
 
-def _engine(port: int, what: str) -> int:
+def engine(port: int, what: str) -> int:
+    """Have the engine of upstream.py `hold`, answer `later` or `go` on: how many requests it has."""
     request = urllib.request.Request(f"http://127.0.0.1:{port}/{what}", method="POST")
     with urllib.request.urlopen(request, timeout=10) as response:
         return int(response.read())
 
 
-def _rss(server: Server) -> float:
+def settled_mib(server: Server) -> float:
     """Of the process when it has given back what is free."""
     before = -1.0
     until = time.monotonic() + _ALL_S
@@ -90,27 +91,27 @@ def _at_once(
     return threads, statuses
 
 
-def held(server: Server, behind: int, name: str, path: str, raw: bytes, sent: bytes) -> Held:
-    """`sent` is `raw` packed."""
+def held(server: Server, behind: int, name: str, path: str, raw: bytes, sent: bytes, when: str = "hold") -> Held:
+    """`sent` is `raw` packed. `when` they wait: before their first token (`hold`), or after it (`later`)."""
     trim = Path(f"{server.books}.trim")
     trim.touch()
     try:
         count = max(2, min(_MOST_REQUESTS, _MOST_BYTES // len(raw)))
-        before = _rss(server)
-        _engine(behind, "hold")
+        before = settled_mib(server)
+        engine(behind, when)
         threads, statuses = _at_once(server, path, sent, count, 2)
         until = time.monotonic() + _ALL_S
-        while len(statuses) + (running := _engine(behind, "hold")) < count and time.monotonic() < until:
+        while len(statuses) + (running := engine(behind, when)) < count and time.monotonic() < until:
             time.sleep(0.2)
-        grown = _rss(server) - before
+        grown = settled_mib(server) - before
         time.sleep(0.25)  # the books are written ten times a second
         books = server.held() / _MIB
         early = dict(Counter(statuses))
-        _engine(behind, "go")
+        engine(behind, "go")
         for thread in threads:
             thread.join()
         time.sleep(1.2)
-        return Held(name, count, running, early, len(sent), grown, books, _rss(server) - before)
+        return Held(name, count, running, early, len(sent), grown, books, settled_mib(server) - before)
     finally:
         trim.unlink()
 

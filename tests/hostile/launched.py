@@ -28,7 +28,7 @@ if __name__ == "__main__":
         if os.path.exists(f"{_name}.trim"):
             give_back()
         beside = self.memory.beside()
-        os.pwrite(_file, b"%-20d" % sum(one.held(beside).size for one in self._all), 0)
+        os.pwrite(_file, b"%-20d" % sum(one.held(beside) for one in self._all), 0)
 
     PortState.relieve = _relieve_and_tell  # type: ignore[method-assign]
     sys.exit(main())

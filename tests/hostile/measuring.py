@@ -21,6 +21,8 @@ HERE = Path(__file__).resolve().parent
 _SETTLED_S, _LOOK_S = 0.02, 0.05
 """A server that uses less of each look has done its work: others ask it meanwhile."""
 _MOST_SETTLING_S = 20.0
+_PART = 1 << 16
+"""Of `Tokenizer`: characters that are tokenised at a time by one that cuts, as the model's here does."""
 PATIENCE_S = 90.0
 
 
@@ -74,8 +76,25 @@ class Cost:
     """Of other clients' requests."""
     peak_mib: float = 0.0
     stays_mib: float = 0.0
+    uncut: int = 0
+    """Bytes of the longest part that the server sees to be tokenised at a time."""
     said: str = ""
     """The beginning of an answer that is none."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A process that takes requests and ends them."""
+
+    role: str
+    port: int
+    popen: subprocess.Popen[bytes]
+
+    def requests(self) -> int:
+        """That run or wait there."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as response:
+            lines = response.read().decode().splitlines()
+        return sum(int(float(line.split()[-1])) for line in lines if line.startswith("vllm:num_requests_"))
 
 
 @dataclass
@@ -87,6 +106,8 @@ class Server:
     popen: subprocess.Popen[bytes]
     log: Path
     books: Path
+    engines: list[Engine] = field(default_factory=list)
+    """Real ones behind it, and itself where it is one."""
     watcher: subprocess.Popen[str] = field(init=False)
     idle: float = 0.0
     """Processor seconds a second while only the watcher asks."""
@@ -160,7 +181,9 @@ class Server:
         Path(f"/proc/{self.pid}/clear_refs").write_text("5")
         rss, used, beside = status_kib(self.pid, "VmRSS"), cpu_s(self.pid), self.beside_s()
         self.tell("reset")
-        cost = Cost(0, len(raw), len(sent))
+        from isthmus_runtime.openai.bounds import longest_part
+
+        cost = Cost(0, len(raw), len(sent), uncut=longest_part(raw, _PART))
         began = time.monotonic()
         cost.status, answer = call(self.port, path, sent, headers, "127.0.0.3")
         cost.answer = len(answer)
@@ -218,10 +241,12 @@ def serving(
     text: bool = False,
     limit_mib: int = 0,
     processors: int = 0,
+    executor: str = "fake",
 ) -> Iterator[tuple[Server, int]]:
-    """A router before an engine that computes nothing (`kind` router), or a unified engine with the executor that
-    computes nothing. And the port of that engine, or 0. `text`: the engine takes texts. `limit_mib`: what the server
-    believes its limit of memory to be; 0: its control group's. `processors`: how many it believes the machine has."""
+    """A router before an engine that computes nothing (`kind` router), a unified engine, or a router before prefill and
+    decode (`pair`, over TCP); `executor`: of these. And the port of the engine that computes nothing, or 0. `text`: it
+    takes texts. `limit_mib`: what the server believes its limit of memory to be; 0: its control group's. `processors`:
+    how many it believes the machine has."""
     with ExitStack() as stack:
         port, behind, books = free_port(), 0, folder / "books"
         books.write_bytes(b"0")
@@ -249,10 +274,25 @@ def serving(
             stack.callback(popen.wait)
             stack.callback(popen.kill)
             argv += ["--role", "router", "--worker", f"127.0.0.1:{behind}"]
-        else:
-            argv += ["--role", "unified", "--executor", "fake", "--task", task, "--max-model-len", str(max_model_len)]
+        engine = ["--executor", executor, "--task", task, "--max-model-len", str(max_model_len)]
+        engines = []
+        if kind == "pair":
+            moves = ["--transfer-mode", "direct", "--transfer-transport", "tcp", "--kv-memory", "64Mi"]
+            argv += ["--role", "router"]
+            for role in ("prefill", "decode"):
+                at = free_port()
+                asked = ["-m", "isthmus_runtime", "serve", "--role", role, "--port", str(at), "--model", str(model)]
+                popen = _spawn([*asked, "--served-model-name", "test", *engine, *moves], folder / f"{role}.log")
+                stack.callback(popen.wait)
+                stack.callback(popen.kill)
+                engines.append(Engine(role, at, popen))
+                argv += [f"--{role}", f"127.0.0.1:{at}"]
+        elif kind == "unified":
+            argv += ["--role", "unified", *engine]
         log = folder / f"{kind}.log"
-        server = Server(port, task, _spawn(argv, log), log, books)
+        server = Server(port, task, _spawn(argv, log), log, books, engines)
+        if kind == "unified":
+            server.engines.append(Engine(kind, port, server.popen))
         stack.callback(server.stop)
         server.ready()
         yield server, behind

@@ -5,7 +5,8 @@
 A row is one body: its id says where in it the value is and of which family, and `--only ID` sends its sizes again.
 Costs are read from outside. Where others use the machine, bars on time count processor time of the server alone
 (watcher.py). `--mode pairs` puts the dearest rows of a search (`--rows`) together with each other field, `held` looks
-at what they hold while they wait for an engine, and `crowd` sends many of each at once. Exit status 1: a row is over a
+at what they hold while they wait for an engine (`later`: after their first token), `crowd` sends many of each at once,
+and `mixed` everything at random. Exit status 1: a row is over a
 bar twice in a row.
 """
 
@@ -16,6 +17,7 @@ import gzip
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -28,6 +30,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE)]
 
 import holding  # noqa: E402
+import mixed  # noqa: E402
 from measuring import Cost, Server, serving  # noqa: E402
 from pairs import Dear, dearest, pairs, tried  # noqa: E402
 from places import ENDPOINTS, Place, places  # noqa: E402
@@ -109,6 +112,7 @@ def begun(args: argparse.Namespace) -> list[Dear]:
 def started(args: argparse.Namespace, folder: str, **more: Any) -> Any:
     """The server."""
     settings = dict(kind=args.kind, task=args.task, max_model_len=args.max_model_len, text=args.text)
+    settings["executor"] = args.executor
     return serving(Path(folder), args.model, **settings, processors=args.processors, **more)
 
 
@@ -148,6 +152,7 @@ def in_pairs(args: argparse.Namespace) -> int:
 def holding_many(args: argparse.Namespace) -> int:
     """What is held while requests wait."""
     until, left, over = time.monotonic() + args.seconds, 0, False
+    when = "later" if args.mode == "later" else "hold"
     done = set() if args.out is None else {row["id"] for row in holding.read(args.out)}
     with tempfile.TemporaryDirectory() as folder, started(args, folder) as (server, behind):
         for dear in begun(args):
@@ -155,7 +160,7 @@ def holding_many(args: argparse.Namespace) -> int:
                 left += dear.name not in done
                 continue
             raw = body_of(dear.place, dear.family, dear.size, args.seed)
-            found = holding.held(server, behind, dear.name, dear.place.endpoint.path, raw, gzip.compress(raw, 6))
+            found = holding.held(server, behind, dear.name, dear.place.endpoint.path, raw, gzip.compress(raw, 6), when)
             print(found, flush=True)
             keep(args, [found])
             over |= bool(found.flags)
@@ -183,19 +188,44 @@ def in_crowds(args: argparse.Namespace) -> int:
     return int(over)
 
 
+def in_a_mixture(args: argparse.Namespace) -> int:
+    """Everything at once."""
+    r, over = random.Random(args.seed), False
+    of = {f"{place.name}/{family}": (place, family) for place, family in chosen(args.task, args.only)}
+    until = time.monotonic() + args.seconds
+    for seed in range(args.seed, args.seed + args.most):
+        if time.monotonic() > until - 60:
+            break
+        r = random.Random(seed)
+        dear = mixed.of_rows(holding.read(args.rows), of, r, 80) if args.rows else mixed.without_rows(of, r, 80)
+        what = mixed.bodies(dear, args.bodies, r)
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            started(args, folder, limit_mib=args.limit_mib) as (server, behind),
+        ):
+            found = mixed.mixed(server, behind, what, seconds=args.mixed, seed=seed, limit_mib=args.limit_mib)
+            print(found, flush=True)
+            if found.tracebacks or found.flags:
+                print(server.log.read_text()[-3000:], flush=True)
+        keep(args, [found])
+        over |= bool(found.flags)
+    return int(over)
+
+
 def main() -> int:
     """0: nothing is over a bar."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kind", choices=("router", "unified"), default="router")
+    parser.add_argument("--kind", choices=("router", "unified", "pair"), default="router")
     parser.add_argument("--task", choices=("generate", "embed", "score"), default="generate")
     parser.add_argument("--only", default="", help="rows whose id has this in it, or one of several with commas")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--part", default="0/1", help="K/N: the K-th of N parts of all")
     parser.add_argument("--seconds", type=float, default=1e9)
+    parser.add_argument("--executor", choices=("fake", "torch"), default="fake", help="of unified engines and pairs")
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--out", type=Path, help="all rows as lines of JSON, appended; ids that it has are left out")
-    parser.add_argument("--mode", choices=("search", "pairs", "held", "crowd"), default="search")
+    parser.add_argument("--mode", choices=("search", "pairs", "held", "later", "crowd", "mixed"), default="search")
     parser.add_argument("--rows", type=Path, help="of a search before: what pairs, held and crowd begin with")
     parser.add_argument("--most", type=int, default=6, help="of its dearest, by each measure")
     parser.add_argument("--text", action="store_true", help="the engine behind a router takes texts")
@@ -203,11 +233,21 @@ def main() -> int:
         "--processors", type=int, default=0, help="that the server believes to have; a node's, in a pod"
     )
     parser.add_argument("--limit-mib", type=int, default=1024, help="of crowd")
+    parser.add_argument("--mixed", type=float, default=60.0, help="seconds of a mixture; --most of them, a seed each")
+    parser.add_argument("--bodies", type=int, default=100, help="of a mixture, made before it begins")
     parser.add_argument("--crowd", type=int, default=24, help="requests at once")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # servers have sessions of their own, and end with us
     print(f"hostile: seed {args.seed}", flush=True)
     if args.mode != "search":
-        return {"pairs": in_pairs, "held": holding_many, "crowd": in_crowds}[args.mode](args)
+        modes = {
+            "pairs": in_pairs,
+            "held": holding_many,
+            "later": holding_many,
+            "crowd": in_crowds,
+            "mixed": in_a_mixture,
+        }
+        return modes[args.mode](args)
     wanted = chosen(args.task, args.only)
     part, of = map(int, args.part.split("/"))
     wanted = wanted[part::of]

@@ -13,7 +13,7 @@ from measuring import Cost
 from places import Place
 from values import FIXED, families, written
 
-from isthmus_runtime.openai.lifecycle import planning_takes
+from isthmus_runtime.openai.planning import planning_takes
 
 MOST_BYTES = 15 << 20
 """Of a body: the server takes 16 MiB."""
@@ -27,8 +27,6 @@ LOOP_GAP_S, CPU_S, OTHERS_S = 0.25, 2.0, 1.0
 """Bars: of a ping, of a request's processor time, of the wait of another client."""
 PEAK_MIB, STAYS_MIB = 48.0, 48.0
 """Beyond what is set aside for a body on its way (docs/adr/0053), and what is left of it."""
-_LETTERS = 1 << 16
-"""That are tokenised at a time by a tokenizer that cuts, as the model's here does."""
 
 
 @dataclass
@@ -48,7 +46,7 @@ class Row:
             ("cpu", c.cpu_s > CPU_S),
             ("others", c.others_s > OTHERS_S),
             ("refused", c.refused > 0),
-            ("peak", c.peak_mib > PEAK_MIB + planning_takes(c.body, _LETTERS) / (1 << 20)),
+            ("peak", c.peak_mib > PEAK_MIB + planning_takes(c.body, c.uncut) / (1 << 20)),
             ("stays", c.stays_mib > STAYS_MIB),
             ("silent", c.status == 0),
             ("500", c.status == 500),

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import mixed
 from measuring import Cost
 from pairs import dearest, pairs
 from places import ENDPOINTS, places
+from run_hostile import chosen
 from search import CPU_S, LOOP_GAP_S, Row, body_of, search
 from values import families, written
 
@@ -153,3 +157,25 @@ def test_pairs_put_a_dear_value_beside_each_other_field() -> None:
     body = json.loads(made[f"{place.name}/letter + {other.name}=128"])
     assert body["n"] == 128 and body["user"] == "a" * 64
     assert not any("messages:array" in name for name in made if "messages" in place.path)
+
+
+def test_a_mixture_is_the_same_for_a_seed_and_fits_the_api() -> None:
+    of = {f"{place.name}/{family}": (place, family) for place, family in chosen("generate", "messages[].content:,/n:")}
+    rows = [{"id": name, "size": 50, "status": 200, "cpu_s": 1, "gap_s": 0, "peak_mib": 0, "answer": 0} for name in of]
+    first, second = (mixed.bodies(mixed.of_rows(rows, of, r, 9), 12, r) for r in (random.Random(3), random.Random(3)))
+    assert first == second and len({body.name for body in first}) > 6
+    for body in first:
+        assert json.loads(gzip.decompress(body.packed)).keys() >= {"max_tokens"}, body.name
+    anything = mixed.bodies(mixed.without_rows(of, random.Random(4), 9), 5, random.Random(4))
+    assert len(anything) == 5 and anything != first[:5]
+
+
+def test_bars_of_a_mixture() -> None:
+    calm = dict(seed=1, seconds=9, requests=9, statuses={}, limit_mib=1024, base_mib=99, peak_mib=900, stays_mib=9)
+    calm |= dict(
+        gap_s=0.1, others_s=0.1, others_wall_s=0.1, asked=100, late=4, refused=3, books=0, running=0, engines={}
+    )
+    found = mixed.Mixed(**calm, tracebacks=0, unanswered=())
+    assert found.flags == ""
+    worse = replace(found, peak_mib=1025, late=6, refused=50, stays_mib=99, books=1 << 20, running=3, tracebacks=1)
+    assert replace(worse, unanswered=("x",)).flags == "killed,late,refused,stays,books,running,tracebacks,unanswered"

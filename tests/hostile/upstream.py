@@ -1,6 +1,7 @@
 """An engine that computes nothing and answers whatever a router asks: `python upstream.py PORT [--task embed] ...`.
 
-POST /hold and /go: requests wait from now on, and go on. What a router does with a request is measured without an
+POST /hold, /later and /go: requests wait from now on, before their first token or after it, and go on; /flood: all
+tokens that they ask for are given, as fast as they are read. What a router does with a request is measured without an
 engine beside it, and what requests hold while they wait.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import re
 import struct
 
 import uvloop
@@ -42,6 +44,14 @@ def chunks(call: GenerateCall) -> list[TokenChunk]:
     return [answer._replace(finish_reason=FinishReason.LENGTH)]
 
 
+_IDS = re.compile(rb'("prompt_token_ids":\[)[\d,]{999,}(?=\d\])')
+
+
+def _shorter(body: bytes) -> bytes:
+    """A body whose long prompt nobody asks about: to read 128 of 200 KB would take longer than what is measured."""
+    return body if b'"prompt_logprobs"' in body else _IDS.sub(rb"\1", body)
+
+
 def make(args: argparse.Namespace) -> web.Application:
     """The application."""
     info = EngineInfo(
@@ -62,8 +72,10 @@ def make(args: argparse.Namespace) -> web.Application:
         task=ServedTask(kind=args.task, dimensions=DIMENSIONS if args.task == "embed" else 0),
         tokenizer=args.tokenizer,
     ).model_dump_json()
-    going = asyncio.Event()
+    going, begins = asyncio.Event(), asyncio.Event()
     going.set()
+    begins.set()
+    floods = asyncio.Event()
     count = 0
 
     async def tell(request: web.Request) -> web.Response:
@@ -71,28 +83,42 @@ def make(args: argparse.Namespace) -> web.Application:
 
     async def generate(request: web.Request) -> web.StreamResponse:
         nonlocal count
-        call = GenerateCall.model_validate_json(await request.read())
+        call = GenerateCall.model_validate_json(_shorter(await request.read()))
         response = web.StreamResponse()
         await response.prepare(request)
         count += 1
         try:
+            await begins.wait()
+            whole = chunks(call)
+            if not going.is_set() and not whole[0].vector:
+                await response.write(token_line(whole[0]._replace(finish_reason=None)))
+                whole = [TokenChunk(finish_reason=FinishReason.LENGTH)]
+            if floods.is_set():
+                line = token_line(whole[0]._replace(finish_reason=None))
+                for _ in range(call.request.sampling.max_tokens // TOKENS):
+                    await response.write(line)
             await going.wait()
         finally:
             count -= 1
-        for chunk in chunks(call):
+        for chunk in whole:
             await response.write(token_line(chunk))
         await response.write_eof()
         return response
 
     async def set_hold(request: web.Request) -> web.Response:
-        going.clear() if request.path == "/hold" else going.set()
+        for event, is_set in (
+            (going, request.path in ("/go", "/flood")),
+            (begins, request.path != "/hold"),
+            (floods, request.path == "/flood"),
+        ):
+            event.set() if is_set else event.clear()
         return web.Response(text=str(count))
 
     app = web.Application(client_max_size=1 << 30)
     app.router.add_get("/info", tell)
     app.router.add_get("/ready", tell)
     app.router.add_post("/internal/generate", generate)
-    for path in ("/hold", "/go"):
+    for path in ("/hold", "/later", "/go", "/flood"):
         app.router.add_post(path, set_hold)
     return app
 

@@ -1,7 +1,8 @@
 """Pings a server, and asks it as an honest client would, from other addresses: `python watcher.py PORT PID`.
 
 `reset` on its input forgets, `tell` writes the longest waits since as a line of JSON: by the clock, and by the clock or
-the processor time of the server in that time, whichever is less. A machine that does much else makes the first long and
+the processor time of the server in that time, whichever is less, how many failed, were asked, and waited longer than
+LATE_S. A machine that does much else makes the first long and
 not the second, as what a server waits for without computing is nobody's request.
 """
 
@@ -19,7 +20,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent)]
 
 from measuring import cpu_s  # noqa: E402
 
-PING_S, ASK_S = 0.01, 0.1
+PING_S, ASK_S, LATE_S = 0.01, 0.1, 1.0
 _PATIENCE_S = 100.0
 _SHORT, _LONG = "Say a word.", "The quick brown fox jumps over the lazy dog. " * 120
 """The second is planned on threads."""
@@ -39,11 +40,13 @@ class Watch:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.wall = self.least = self.failed = 0.0
+        self.asked = self.late = 0
         self._since: tuple[float, float] | None = None
 
     def reset(self) -> None:
         """Forget."""
         self.wall = self.least = self.failed = 0.0
+        self.asked = self.late = 0
         if self._since is not None:
             self._since = (time.monotonic(), cpu_s(self.pid))
 
@@ -51,16 +54,19 @@ class Watch:
         """A request goes out."""
         self._since = (time.monotonic(), cpu_s(self.pid))
 
-    def look(self) -> None:
-        """It waits, or is answered."""
-        if self._since is not None:
-            wall, used = time.monotonic() - self._since[0], cpu_s(self.pid) - self._since[1]
-            self.wall, self.least = max(self.wall, wall), max(self.least, min(wall, used))
+    def look(self) -> float:
+        """It waits, or is answered: how long it has waited."""
+        if self._since is None:
+            return 0.0
+        wall, used = time.monotonic() - self._since[0], cpu_s(self.pid) - self._since[1]
+        self.wall, self.least = max(self.wall, wall), max(self.least, min(wall, used))
+        return min(wall, used)
 
     def ends(self, ok: bool) -> None:
         """It is answered."""
-        self.look()
+        self.late += self.look() > LATE_S
         self._since = None
+        self.asked += 1
         self.failed += not ok
 
 
@@ -107,7 +113,9 @@ async def main(port: int, pid: int, task: str) -> None:
         else:
             for watch in watches.values():
                 watch.look()
-            told = {n: [round(w.wall, 4), round(w.least, 4), int(w.failed)] for n, w in watches.items()}
+            told = {
+                n: [round(w.wall, 4), round(w.least, 4), int(w.failed), w.asked, w.late] for n, w in watches.items()
+            }
             print(json.dumps(told), flush=True)
     for one in tasks:
         one.cancel()

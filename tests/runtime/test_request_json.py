@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from isthmus_runtime.protocol.info import EngineInfo, KvInfo, TransferInfo
-from isthmus_runtime.protocol.request import MANY_ALLOWED, WireRequest, request_json
+from isthmus_runtime.protocol.request import MANY_ALLOWED, WireRequest, request_json, request_parts
 from isthmus_runtime.request import GenerateRequest, PromptText, SamplingParams, Structure, WrittenIds, tokenised
 
 sampling = st.builds(
@@ -123,6 +123,17 @@ def test_what_a_newer_engine_tells_beyond_what_we_know_is_passed_over():
     told = info.model_dump() | {"new": 1}
     told["kv"]["new"] = told["transfer"]["new"] = {"a": 1}
     assert EngineInfo.model_validate(told) == info
+
+
+def test_ids_that_are_written_once_are_a_part_by_themselves():
+    ids = WrittenIds.of(range(5))
+    first, second = (
+        GenerateRequest(request_id=r, prompt_token_ids=ids, sampling=SamplingParams(max_tokens=1)) for r in "ab"
+    )
+    assert request_parts(first)[1] is request_parts(second)[1] == b"[0,1,2,3,4]"
+    assert WireRequest.model_validate_json(request_json(second)).to_request() == second
+    assert ids.ends == (0, 4) and ids.ends is ids.ends
+    assert WrittenIds.of(()).json == b"[]"
 
 
 def test_ids_go_on_as_they_were_written():

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 from .errors import DeadlineExceeded
-from .loop_share import LoopShare
 from .request import GenerateRequest, PromptText, tokenised
-from .reserve import Reserve
+from .sharing.loop_share import LoopShare
+from .sharing.reserve import Reserve
+from .sharing.threads_in_turns import ThreadsInTurns
 from .threads import processors
-from .turns import ThreadsInTurns
 
 LONG = 1 << 12
 """Characters; longer prompts are tokenised on a thread."""
@@ -42,7 +41,7 @@ class Tokenising:
         self._threads = ThreadsInTurns(
             _THREADS, "tokenise", _MOST_WAITING, "prompts wait to be tokenised", one_by_one=one_by_one
         )
-        self._reserve = Reserve(most, _MOST_WAITING, "large prompts wait to be tokenised", self._threads.make_way)
+        self._reserve = Reserve(most, _MOST_WAITING, "large prompts wait to be tokenised", self._threads)
 
     async def by_ids(self, request: GenerateRequest) -> GenerateRequest:
         """`request`, whose prompt is text, by ids, with what is left of its time.
@@ -71,6 +70,5 @@ class Tokenising:
     async def _on_a_thread(self, whose: str, prompt: PromptText) -> Sequence[int]:
         if len(prompt.text) <= LARGE:
             return await self._threads.do(whose, self._tokenise, prompt)
-        takes = OF_A_LETTER * len(prompt.text)
-        await self._reserve.take(whose, takes)
-        return await self._threads.do(whose, self._tokenise, prompt, partial(self._reserve.give_back, takes))
+        part = await self._reserve.take(whose, OF_A_LETTER * len(prompt.text))
+        return await self._threads.do(whose, self._tokenise, prompt, part)

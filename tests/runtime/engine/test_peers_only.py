@@ -193,7 +193,7 @@ def test_the_router_s_calls_show_its_credential(folder: Path, tmp_path: Path) ->
     async def statuses(port: int, credentials: Credentials | None) -> tuple[int, int]:
         links = Links(credentials)
         try:
-            exchange = await links.open(f"http://127.0.0.1:{port}", "/internal/generate", call)
+            exchange = await links.open(f"http://127.0.0.1:{port}", "/internal/generate", (call,))
             body = await exchange.read()
             status = exchange.status
             exchange.release()

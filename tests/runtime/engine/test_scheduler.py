@@ -54,6 +54,19 @@ def test_a_batch_of_mixed_lengths_shares_the_budget() -> None:
         expect(world, sid, prompt, 3 + len(sid))
 
 
+def test_choices_that_wait_share_their_prompt() -> None:
+    world = World(max_num_seqs=2)
+    prompt = tuple(range(18))
+    for number in range(5):
+        world.add(replace(request(f"r{number}", list(prompt), 4), prompt_token_ids=prompt))
+    world.turn()
+    waiting = [seq for seq in world.scheduler.queues.live.values() if seq.row < 0]
+    assert len(waiting) >= 3 and all(seq.tokens is prompt for seq in waiting)
+    world.run()
+    for number in range(5):
+        expect(world, f"r{number}", list(prompt), 4)
+
+
 def test_second_request_hits_the_prefix_of_the_first() -> None:
     world = World()
     prompt = list(range(18))

@@ -15,6 +15,7 @@ from small_bpe import byte_level_bpe
 
 from isthmus_runtime.config import ChatConfig
 from isthmus_runtime.metrics import RequestMetrics, TenantMetrics, render
+from isthmus_runtime.openai import works
 from isthmus_runtime.openai.app import BODIES, ApiConfig, add_openai_routes
 from isthmus_runtime.openai.tokenizer import Tokenizer
 from isthmus_runtime.request import FinishReason, ServedTask, TokenChunk, TokenLogprobs
@@ -186,3 +187,11 @@ def serve(tokenizer):
 def run():
     """Run a coroutine on a fresh loop with a deadline."""
     return lambda work: asyncio.run(asyncio.wait_for(work, 30))
+
+
+@pytest.fixture
+def budgets(monkeypatch):
+    """Those of the server that a test makes."""
+    found = works.Budgets()
+    monkeypatch.setattr(works, "Budgets", lambda: found)
+    return found

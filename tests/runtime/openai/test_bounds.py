@@ -361,7 +361,7 @@ def test_what_cannot_be_cut_is_not_tokenised_at_any_length(tokenizer, monkeypatc
             tokenizer.encode(one, most)
     assert sum(map(len, seen)) < 4 * (most + part)
     monkeypatch.setattr(tokenizer_module, "_MOST_OF_AN_END", 1 << 17)
-    monkeypatch.setattr(tokenizer_module, "_MOST_WHOLE", 1 << 18)
+    monkeypatch.setattr(tokenizer_module, "MOST_WHOLE", 1 << 18)
     assert len(tokenizer.encode_end("zq" * part, 9)) == 9
     for end in ("zq" * (part + 1), "a b " * part + "zq" * (part + 1)):
         with pytest.raises(InvalidRequest, match="131072 are tokenised at a time"):
@@ -376,7 +376,7 @@ def test_what_cannot_be_cut_is_not_tokenised_at_any_length(tokenizer, monkeypatc
 
 
 def test_what_has_no_place_to_be_cut_is_bounded_by_what_a_context_is_worth(tokenizer, monkeypatch):
-    monkeypatch.setattr(tokenizer_module, "_MOST_WHOLE", 1 << 18)
+    monkeypatch.setattr(tokenizer_module, "MOST_WHOLE", 1 << 18)
     for name, value in (("_words", None), ("_cuts", False)):
         monkeypatch.setattr(tokenizer, name, value)
     for size, most, error in (
@@ -460,13 +460,28 @@ def test_the_expressions_of_deepseek_s_tokenizer_are_taken_together():
     assert is_steady({"pre_tokenizer": {"type": "Sequence", "pretokenizers": splits}})
 
 
+ASIAN = [
+    "\u4e2d\uff0c",
+    "\u3042\u3002",
+    "\u30ab",
+    "\u30fb\u3001",
+    "\u4dc0\uff01",
+    "\uff0c",
+    "\U00020000",
+    "\ud55c ",
+    "u4e2d",
+]
+
+
 @pytest.mark.parametrize("escaped", [True, False])
 @pytest.mark.parametrize("seed", range(20))
 def test_no_part_of_a_body_s_texts_is_longer_than_what_is_seen_of_the_body(seed, escaped):
     print("seed", seed)
     r = random.Random(seed)
     size = 300
-    texts = ["".join(r.choices([*PARTS, "\\", '"', "\u00a0", "ge ", "so. "], k=r.randrange(5000))) for _ in range(3)]
+    texts = [
+        "".join(r.choices([*PARTS, "\\", '"', "\u00a0", "ge ", "so. ", *ASIAN], k=r.randrange(5000))) for _ in range(3)
+    ]
     body = json.dumps({"a": texts[:2], "b": texts[2]}, ensure_ascii=escaped).encode()
     longest = max(len(part) for text in texts for part in cut(text, size))
     assert longest <= longest_part(body, size) <= len(body)
@@ -475,6 +490,15 @@ def test_no_part_of_a_body_s_texts_is_longer_than_what_is_seen_of_the_body(seed,
 def test_a_body_of_words_has_short_parts_and_one_of_digits_none():
     words = json.dumps({"prompt": ["some words, and more of them. " * 9000] * 4}).encode()
     assert len(words) > 1 << 20 and longest_part(words, 1 << 16) < 2.01 * (1 << 16)
+    for text in (
+        "\u4e2d\u6587\u3002\u8fd9\u662f\u4e00\u53e5\u8bdd\uff0c",
+        "\u3053\u308c\u306f\u3001\u6587\u7ae0\u3067\u3059\u3002",
+    ):
+        for escaped in (True, False):
+            body = json.dumps({"prompt": [text * 20_000] * 4}, ensure_ascii=escaped).encode()
+            assert len(body) > 2 << 20 and longest_part(body, 1 << 16) < 2.01 * (1 << 16), text
+    body = json.dumps({"prompt": "\u4e2d" * 300_000}, ensure_ascii=False).encode()
+    assert longest_part(body, 1 << 16) == 300_000 + len(body) - 900_000, "letters, not bytes"
     for text in ("7" * 300_000, "\n " * 100_000, "\u00a0 " * 100_000, "\\ " * 100_000):
         body = json.dumps({"prompt": text}).encode()
         assert longest_part(body, 1 << 16) == len(body)

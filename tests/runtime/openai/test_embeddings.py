@@ -19,14 +19,14 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as HfTokenizer
 
 from isthmus_runtime.errors import EngineFailed, Overloaded
-from isthmus_runtime.openai import ranking, works
+from isthmus_runtime.openai import ranking
 from isthmus_runtime.openai.batches import WIDTH
 from isthmus_runtime.openai.embeddings import numbers
 from isthmus_runtime.openai.ranking import INSTRUCTION
-from isthmus_runtime.openai.score_budget import MAX_NUMBERS_HELD, MAX_TOKENS_HELD
 from isthmus_runtime.openai.tenants_file import TenantsFile
 from isthmus_runtime.openai.tokenizer import Tokenizer
 from isthmus_runtime.request import FinishReason, ServedTask, TokenChunk, TokenLogprobs
+from isthmus_runtime.sharing.budget import Budget
 
 EMBEDS = ServedTask(kind="embed", dimensions=4, shorter=True)
 SCORES = ServedTask(kind="score")
@@ -186,22 +186,20 @@ def test_an_answer_that_would_be_too_large(serve, run):
 )
 @pytest.mark.parametrize(
     ("name", "left", "text"),
-    [("vector_budget", 7, "8 numbers of vectors: requests that"), ("token_budget", 1, "2 tokens of prompts: requests")],
+    [("numbers", 7, "8 numbers of vectors: requests that"), ("tokens", 1, "2 tokens of prompts: requests")],
 )
-def test_what_all_requests_hold_has_a_budget(serve, run, monkeypatch, path, body, name, left, text):
+def test_what_all_requests_hold_has_a_budget(serve, run, budgets, path, body, name, left, text):
     """In which small ones are not counted, so that nobody keeps them out."""
 
     async def main():
-        budget = getattr(works, name)()
-        monkeypatch.setattr(works, name, lambda: budget)
+        budget = getattr(budgets, name)
         async with serve(embed) as api:
             api.backend.task = EMBEDS
-            with budget.holding({"vector_budget": MAX_NUMBERS_HELD, "token_budget": MAX_TOKENS_HELD}[name] - left):
+            with budget.holding(budget.most - left):
                 status, answer = await post(api, path, body)
                 assert status == 200, answer
                 api.backend.requests.clear()
-                for many in ("_MANY_NUMBERS", "_MANY_TOKENS"):
-                    monkeypatch.setattr(works, many, 0)
+                budget.small = 0
                 status, answer = await post(api, path, body)
                 assert status == 429 and text in answer["error"]["message"], answer
                 assert not api.backend.requests
@@ -513,23 +511,37 @@ def test_an_engine_that_breaks_off_is_an_error(serve, run):
     run(main())
 
 
-def test_one_client_leaves_room_for_the_largest_request_of_another():
-    budget = works.ScoreBudget(40, 10, "things")
-    with budget.holding(10, "a"), budget.holding(20, "a"):
-        with pytest.raises(Overloaded, match="those of one client 30"), budget.holding(1, "a"):
-            pass
-        with budget.holding(10, "b"), pytest.raises(Overloaded, match="all together"), budget.holding(1, "b"):
-            pass
-    assert budget.held == 0 and not budget._of_client
-
-
-def test_long_prompts_of_generations_have_the_same_budget(serve, run, monkeypatch):
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_gives_way_in_a_budget_is_told_so(serve, run, budgets, stream):
     async def main():
-        budget = works.token_budget()
-        monkeypatch.setattr(works, "token_budget", lambda: budget)
-        monkeypatch.setattr(works, "_MANY_TOKENS", 3)
+        budget, go = Budget(150, 100, "things"), asyncio.Event()
+        budgets.tokens = budget
+        async with serve(lambda request: [5, go]) as api, aiohttp.ClientSession() as http:
+            body = {"prompt": [1] * 90, "max_tokens": 9, "stream": stream, "model": "tiny"}
+            asked = asyncio.create_task(http.post(f"{api.url}/v1/completions", json=body))
+            answer = await asked if stream else None
+            if answer is not None:
+                await answer.content.readuntil(b"\n\n")
+            await api.backend.started.wait()
+            assert budget.held == 90
+            with budget.holding(61, "another", lambda error: None):
+                async with answer or await asked as answer:
+                    assert answer.status == (200 if stream else 429)
+                    text = (await answer.read()).decode()
+                assert text.count("90 things: requests that run") == 1 and text.count('"error"') == 1
+                assert budget.held == 61
+            await api.backend.closed.wait()
+            assert api.backend.ended == ["closed"] and budget.held == 0
+
+    run(main())
+
+
+def test_long_prompts_of_generations_have_the_same_budget(serve, run, budgets):
+    async def main():
+        budget = budgets.tokens
+        budget.small = 3
         async with serve(lambda request: [5]) as api:
-            with budget.holding(MAX_TOKENS_HELD - 7):
+            with budget.holding(budget.most - 7):
                 for prompt, expected in (([1, 2, 3], 200), ([1, 2, 3, 4], 200), ([[1, 2, 3, 4]] * 2, 429)):
                     body = {"prompt": prompt, "max_tokens": 1, "n": 2}
                     status, answer = await post(api, "/v1/completions", body)

@@ -18,15 +18,18 @@ import pytest
 from isthmus_runtime.errors import MemoryShort, Overloaded
 from isthmus_runtime.openai.keys import Keys
 from isthmus_runtime.openai.lifecycle import Lifecycle
-from isthmus_runtime.openai.lifecycle import planning_takes as takes_of
+from isthmus_runtime.openai.planning import Planning
+from isthmus_runtime.openai.planning import planning_takes as takes_of
+from isthmus_runtime.openai.tokenizer import Tokenizer
 from isthmus_runtime.serving import memory
 from isthmus_runtime.serving.call import Call
 from isthmus_runtime.serving.in_flight import InFlight
+from isthmus_runtime.serving.limits import BodyTooLarge
 from isthmus_runtime.serving.memory import LOOK_AFTER, MemoryGuard
 from isthmus_runtime.serving.port import PortState
 from isthmus_runtime.serving.pressure import Level, Use
+from isthmus_runtime.sharing.threads_in_turns import go_on
 from isthmus_runtime.tracing.span import NO_TRACER
-from isthmus_runtime.turns import go_on
 
 GIB = 1 << 30
 
@@ -78,13 +81,13 @@ def test_what_an_answer_repeats_counts_for_its_client_until_it_is_complete(run, 
             (port,) = ports
             (connection,) = port.connections
             assert port.bodies.used == 0, "others may have the room"
-            ids = 24 * len(api.backend.requests[0].prompt_token_ids)
-            assert len(told) <= connection.held({}).size - ids < len(told) + 1000
+            ids = 12 * len(api.backend.requests[0].prompt_token_ids)
+            assert len(told) <= connection.held({}) - ids < len(told) + 1000
             go.set()
             async with await asked as answer:
                 assert answer.status == 200
                 await answer.read()
-            await until(lambda: connection.held({}).size == 0)
+            await until(lambda: connection.held({}) == 0)
 
     run(main())
 
@@ -117,7 +120,7 @@ def test_a_request_that_has_to_end_is_told_so_once(run, serve, stream) -> None:
     run(main())
 
 
-def _lifecycle(memory: MemoryGuard) -> Lifecycle:
+def _lifecycle(planning: Planning) -> Lifecycle:
     return Lifecycle(
         Keys("", None, monotonic),
         None,
@@ -126,16 +129,9 @@ def _lifecycle(memory: MemoryGuard) -> Lifecycle:
         metrics=None,
         tenant_metrics=None,
         tracer=NO_TRACER,
-        memory=memory,
+        planning=planning,
         clock=monotonic,
     )
-
-
-def _call(host: str) -> Call:
-    async def nothing(*_: object) -> None:
-        raise AssertionError
-
-    return Call({"type": "http", "client": (host, 1)}, nothing, nothing)
 
 
 @pytest.mark.parametrize("leaves", [False, True])
@@ -145,7 +141,7 @@ def test_large_bodies_are_planned_one_at_a_time_where_there_is_no_room_for_sever
     async def main() -> None:
         guard = MemoryGuard(Meter())
         guard.start()
-        lifecycle = _lifecycle(guard)
+        planning = Planning(guard)
         begun, may_end = [], {"a": threading.Event(), "b": threading.Event(), "c": threading.Event()}
 
         def plan(body: bytes) -> str:
@@ -155,7 +151,7 @@ def test_large_bodies_are_planned_one_at_a_time_where_there_is_no_room_for_sever
             return name
 
         def planned(name: str, size: int, host: str) -> asyncio.Task[str]:
-            return asyncio.create_task(lifecycle.planned(_call(host), None, plan, name.encode() * size))
+            return asyncio.create_task(planning.long(host, plan, name.encode() * size))
 
         large, small = 600_000, 70_000
         assert guard.room is not None and planning_takes(large) < 3 * guard.room // 8 < 2 * planning_takes(large)
@@ -183,12 +179,12 @@ def test_large_bodies_are_planned_one_at_a_time_where_there_is_no_room_for_sever
 
 def test_a_plan_that_takes_long_ends_where_others_wait_for_its_memory(run, monkeypatch) -> None:
     """Two requests of 650 KB kept everybody's bodies waiting for a minute. What is small waits for none of them."""
-    monkeypatch.setattr("isthmus_runtime.turns.MOST_HELD_S", 0.0)
+    monkeypatch.setattr("isthmus_runtime.openai.planning.MOST_HELD_S", 0.0)
 
     async def main() -> None:
         guard = MemoryGuard(Meter())
         guard.start()
-        lifecycle = _lifecycle(guard)
+        planning = Planning(guard)
         begun = asyncio.Event()
         loop = asyncio.get_running_loop()
 
@@ -197,17 +193,38 @@ def test_a_plan_that_takes_long_ends_where_others_wait_for_its_memory(run, monke
             while True:
                 go_on()
 
-        first = asyncio.create_task(lifecycle.planned(_call("127.0.0.1"), None, long, b"x" * 600_000))
+        first = asyncio.create_task(planning.long("127.0.0.1", long, b"x" * 600_000))
         await begun.wait()
-        holds_nothing = asyncio.create_task(lifecycle.planned(_call("127.0.0.3"), None, long, b"x" * 60_000))
-        assert await lifecycle.planned(_call("127.0.0.2"), None, len, b"x" * 70_000) == 70_000
+        holds_nothing = asyncio.create_task(planning.long("127.0.0.3", long, b"x" * 60_000))
+        assert await planning.long("127.0.0.2", len, b"x" * 70_000) == 70_000
         assert not first.done()
-        assert await lifecycle.planned(_call("127.0.0.2"), None, len, b"x" * 600_000) == 600_000
+        assert await planning.long("127.0.0.2", len, b"x" * 600_000) == 600_000
         with pytest.raises(Overloaded, match="long texts"):
             await first
         assert not holds_nothing.done()
         holds_nothing.cancel()
-        assert lifecycle._large.used == lifecycle._small.used == 0
+        assert planning._large.used == planning._small.used == 0
+        guard.close()
+
+    run(main())
+
+
+def test_a_body_of_which_too_much_is_made_for_this_limit_is_refused_for_good(run) -> None:
+    """Of 512 MiB a router has 190 for what is made of bodies: one of 14 MB took 350, and the process 622."""
+
+    async def main() -> None:
+        meter = Meter()
+        meter.used = 600 << 20
+        guard = MemoryGuard(meter)
+        guard.start()
+        planning = Planning(guard)
+        assert guard.room_on_the_way is not None
+        most = guard.room_on_the_way // 26
+        assert 7 << 20 < most < 9 << 20
+        assert await planning.long("127.0.0.1", len, bytes(most)) == most
+        with pytest.raises(BodyTooLarge, match=f"the body has {most + 1} bytes.* leaves room for {most}; .*limit"):
+            await planning.long("127.0.0.1", len, bytes(most + 1))
+        assert planning._large.used == planning._small.used == 0 and guard.level is Level.CALM
         guard.close()
 
     run(main())
@@ -226,21 +243,52 @@ def test_before_a_large_plan_what_it_may_take_is_there_or_it_is_refused(run, mon
             guard._use.used -= (GIB // 2) * comes_back
 
         monkeypatch.setattr(memory, "give_back", give_back)
-        lifecycle = _lifecycle(guard)
+        planning = Planning(guard)
         guard._use.used = 79 * GIB // 100
         small, large = 70_000, 600_000
         assert planning_takes(small) < 21 * GIB // 100 < planning_takes(large)
-        assert await lifecycle.planned(_call("127.0.0.1"), None, len, b"x" * small) == small
+        assert await planning.long("127.0.0.1", len, b"x" * small) == small
         assert guard.level is Level.CALM and not given
-        asked = [lifecycle.planned(_call("127.0.0.1"), None, len, b"x" * large) for _ in range(2)]
+        asked = [planning.long("127.0.0.1", len, b"x" * large) for _ in range(2)]
         found = await asyncio.gather(*asked, return_exceptions=True)
         if comes_back:
             assert found == [large, large]
         else:
-            assert all(isinstance(one, MemoryShort) and "may take 240 MiB on its way" in one.message for one in found)
+            told = f"may take {planning_takes(large) >> 20} MiB on its way"
+            assert all(isinstance(one, MemoryShort) and told in one.message for one in found)
         assert given[0].startswith("trim") and len(given) == 1 + (not comes_back)
-        assert lifecycle._large.used == lifecycle._small.used == 0
+        assert planning._large.used == planning._small.used == 0
         guard.close()
+
+    run(main())
+
+
+def test_what_is_tokenised_at_once_follows_the_context(run, model_dir, tmp_path) -> None:
+    """Where no text can be cut, of which a model takes a million tokens, four million characters are."""
+
+    async def main() -> None:
+        made = json.loads((model_dir / "tokenizer.json").read_text())
+        made["added_tokens"].append(
+            {**made["added_tokens"][0], "id": 1 + max(made["model"]["vocab"].values()), "content": "a, b"}
+        )
+        (tmp_path / "tokenizer.json").write_text(json.dumps(made))
+        for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+            (tmp_path / name).write_bytes((model_dir / name).read_bytes())
+        size = 3 << 20
+        for folder, most, letters in (
+            (model_dir, 1 << 20, 1 << 20),
+            (tmp_path, 1 << 17, 1 << 20),
+            (tmp_path, 1 << 19, size),
+        ):
+            tokenizer = Tokenizer.load(folder)
+            planning, used = (
+                Planning(MemoryGuard(), tokenizer.part, lambda t=tokenizer, m=most: t.at_once(m)),
+                list[int](),
+            )
+            await planning.long(
+                "a", lambda body, p=planning, u=used: u.append(p._large.used + p._small.used), b"x" * size
+            )
+            assert used == [takes_of(size, letters)]
 
     run(main())
 
@@ -248,7 +296,7 @@ def test_before_a_large_plan_what_it_may_take_is_there_or_it_is_refused(run, mon
 @pytest.mark.parametrize(("size", "counts"), [(1 << 16, False), (1 << 19, True)])
 def test_what_is_counted_without_an_engine_sets_its_memory_aside_too(run, size, counts) -> None:
     async def main() -> None:
-        lifecycle, used = _lifecycle(MemoryGuard()), []
+        planning, used = Planning(MemoryGuard()), []
 
         async def receive() -> dict[str, Any]:
             return {"type": "http.request", "body": b"x" * size, "more_body": False}
@@ -258,13 +306,105 @@ def test_what_is_counted_without_an_engine_sets_its_memory_aside_too(run, size, 
                 assert message["status"] == 200
 
         def make(body: bytes) -> bytes:
-            used.append(lifecycle._small.used)
+            used.append(planning._small.used)
             return b"{}"
 
         call = Call({"type": "http", "path": "/tokenize", "headers": [], "client": ("127.0.0.1", 1)}, receive, send)
-        await lifecycle.compute(call, make, 1 << 20)
+        await _lifecycle(planning).compute(call, make, 1 << 20)
         assert used == [planning_takes(size) * counts]
-        await until(lambda: lifecycle._small.used == 0)
+        await until(lambda: planning._small.used == 0)
+
+    run(main())
+
+
+def test_one_client_s_bodies_leave_room_for_another_s(run) -> None:
+    """What waits for a thread with its memory set aside, seventeen bodies of 72 KB, held up another's for seconds."""
+
+    async def main() -> None:
+        guard = MemoryGuard(Meter())
+        guard.start()
+        planning, may_end, begun = Planning(guard), threading.Event(), []
+
+        def plan(body: bytes) -> int:
+            begun.append(len(body))
+            assert may_end.wait(20)
+            return len(body)
+
+        theirs = [asyncio.create_task(planning.long("127.0.0.1", plan, b"x" * 72_000)) for _ in range(17)]
+        await until(lambda: len(begun) == 2)
+        assert await planning.long("127.0.0.2", len, b"x" * 70_000) == 70_000
+        assert await planning.long("127.0.0.2", len, b"x" * 140_000) == 140_000
+        may_end.set()
+        assert await asyncio.gather(*theirs) == [72_000] * 17
+        assert planning._small.used == 0
+        guard.close()
+
+    run(main())
+
+
+def test_what_is_counted_in_turn_sets_its_memory_aside_when_it_has_it(run) -> None:
+    """There is one thread: those who waited for it held what others' prompts wait for."""
+
+    async def main() -> None:
+        planning, used, may_end = Planning(MemoryGuard()), list[int](), threading.Event()
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b"x" * 100_000, "more_body": False}
+
+        async def send(message: Any) -> None:
+            assert message.get("status", 200) == 200
+
+        def make(body: bytes) -> bytes:
+            assert may_end.wait(20)
+            used.append(planning._small.used)
+            return b"{}"
+
+        scope = {"type": "http", "path": "/tokenize", "headers": []}
+        calls = [Call({**scope, "client": (f"127.0.0.{n}", 1)}, receive, send) for n in range(4)]
+        lifecycle = _lifecycle(planning)
+        asked = [asyncio.create_task(lifecycle.compute(call, make, 1 << 20)) for call in calls]
+        await until(lambda: planning._small.used and len(planning._may_compute._first) == 3)
+        may_end.set()
+        await asyncio.gather(*asked)
+        assert used == [planning_takes(100_000)] * 4
+
+    run(main())
+
+
+def test_what_is_small_is_counted_beside_what_is_large(run) -> None:
+    """Two connections with a megabyte of digits each kept everybody's few words waiting for seven seconds."""
+
+    async def main() -> None:
+        lifecycle, may_end, begun, told = (
+            _lifecycle(Planning(MemoryGuard())),
+            threading.Event(),
+            threading.Event(),
+            list[int](),
+        )
+
+        def make(body: bytes) -> bytes:
+            if len(body) > 70_000:
+                begun.set()
+                assert may_end.wait(20)
+            return b"%d" % len(body)
+
+        def call(host: str, size: int) -> Call:
+            async def receive() -> dict[str, Any]:
+                return {"type": "http.request", "body": b"x" * size, "more_body": False}
+
+            async def send(message: Any) -> None:
+                if "body" in message:
+                    told.append(int(message["body"]))
+
+            return Call({"type": "http", "path": "/tokenize", "headers": [], "client": (host, 1)}, receive, send)
+
+        large = [asyncio.create_task(lifecycle.compute(call("127.0.0.1", 100_000), make, 1 << 20)) for _ in range(2)]
+        assert await asyncio.to_thread(begun.wait, 20)
+        await lifecycle.compute(call("127.0.0.2", 10), make, 1 << 20)
+        assert told == [10]
+        may_end.set()
+        await asyncio.gather(*large)
+        assert told == [10, 100_000, 100_000]
 
     run(main())
 
@@ -299,9 +439,9 @@ def test_who_leaves_at_any_moment_gives_back_what_planning_takes_once(run, at) -
     """Its thread may begin all the same, a moment later: memory that was given back twice was there for one more."""
 
     async def main() -> None:
-        lifecycle, late = _lifecycle(MemoryGuard()), Late()
-        lifecycle._planners._threads = late
-        task = asyncio.create_task(lifecycle.planned(_call("127.0.0.1"), None, len, b"x" * 100_000))
+        planning, late = Planning(MemoryGuard()), Late()
+        planning._planners._threads = late
+        task = asyncio.create_task(planning.long("127.0.0.1", len, b"x" * 100_000))
         for _ in range(at):
             await asyncio.sleep(0)
         task.cancel()
@@ -310,23 +450,23 @@ def test_who_leaves_at_any_moment_gives_back_what_planning_takes_once(run, at) -
         late.go()
         for _ in range(5):
             await asyncio.sleep(0)
-        assert (lifecycle._small.used + lifecycle._large.used) == 0
-        left = asyncio.create_task(lifecycle.planned(_call("127.0.0.1"), None, len, b"x" * 100_000))
+        assert (planning._small.used + planning._large.used) == 0
+        left = asyncio.create_task(planning.long("127.0.0.1", len, b"x" * 100_000))
         await until(lambda: late.works)
-        assert (lifecycle._small.used + lifecycle._large.used) == planning_takes(100_000)
+        assert (planning._small.used + planning._large.used) == planning_takes(100_000)
         late.go()
-        assert await left == 100_000 and (lifecycle._small.used + lifecycle._large.used) == 0
+        assert await left == 100_000 and (planning._small.used + planning._large.used) == 0
 
     run(main())
 
 
 def test_large_bodies_are_planned_side_by_side_where_there_is_room(run) -> None:
     async def main() -> None:
-        lifecycle = _lifecycle(MemoryGuard())
+        planning = Planning(MemoryGuard())
         meet = threading.Barrier(2)
         plan = partial(_met, meet)
         both = [
-            asyncio.create_task(lifecycle.planned(_call(host), None, plan, b"x" * (LOOK_AFTER + 1)))
+            asyncio.create_task(planning.long(host, plan, b"x" * (LOOK_AFTER + 1)))
             for host in ("127.0.0.1", "127.0.0.2")
         ]
         assert await asyncio.gather(*both) == ["met", "met"]

@@ -16,7 +16,7 @@ from api_calls import HELLO, client, events, spell
 
 from isthmus_runtime.config import ChatConfig
 from isthmus_runtime.errors import ConfigError, EngineFailed, InvalidRequest, NeverFits, Overloaded, TransferFailed
-from isthmus_runtime.openai import answer, job_bounds, responses, score_budget, untold, works
+from isthmus_runtime.openai import answer, job_bounds, responses, untold
 from isthmus_runtime.openai.app import read_api_key
 from isthmus_runtime.openai.chat import Conversation
 from isthmus_runtime.openai.sse import ChatFormat, CompletionFormat
@@ -350,17 +350,16 @@ def test_the_text_that_an_answer_holds_is_bounded(serve, run, monkeypatch, strea
 
 
 @pytest.mark.parametrize(("prompt", "held"), [("abc", 3), ("ab🙂", 12), ([65, 65, 65], 3)])
-def test_prompts_that_answers_repeat_have_a_budget(serve, run, monkeypatch, prompt, held):
+def test_prompts_that_answers_repeat_have_a_budget(serve, run, budgets, prompt, held):
     """As long as it runs a request holds them, 64 MiB for 2,404 bytes of a packed body."""
-    monkeypatch.setattr(works, "_MUCH_ECHO", 0)
-    budget = score_budget.echo_budget()
-    monkeypatch.setattr(works, "echo_budget", lambda: budget)
+    budget = budgets.echoes
+    budget.small = 0
 
     async def main():
         async with serve(lambda request: [65, 2]) as api, aiohttp.ClientSession() as http:
             for left, echo, status in ((held - 1, True, 429), (held - 1, False, 200), (held, True, 200)):
                 body = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "echo": echo}
-                with budget.holding(score_budget.MAX_ECHOES_HELD - left):
+                with budget.holding(budget.most - left):
                     async with http.post(f"{api.url}/v1/completions", json=body) as answer:
                         text = await answer.text()
                 assert answer.status == status and (status == 200 or f"{held} bytes of prompts to repeat" in text), text
@@ -369,11 +368,10 @@ def test_prompts_that_answers_repeat_have_a_budget(serve, run, monkeypatch, prom
     run(main())
 
 
-def test_what_a_request_keeps_of_its_body_has_a_budget(serve, run, monkeypatch):
+def test_what_a_request_keeps_of_its_body_has_a_budget(serve, run, budgets):
     """Not the budget of bodies that arrive: requests that wait would leave no room for others'."""
-    monkeypatch.setattr(works, "_MUCH_KEPT", 0)
-    budget = score_budget.kept_budget()
-    monkeypatch.setattr(works, "kept_budget", lambda: budget)
+    budget = budgets.kept
+    budget.small = 0
 
     async def main():
         async with serve(lambda request: [65, 2]) as api, aiohttp.ClientSession() as http:
@@ -385,7 +383,7 @@ def test_what_a_request_keeps_of_its_body_has_a_budget(serve, run, monkeypatch):
                 (stops, 1 << 20, 429),
                 (stops, 1 << 21, 200),
             ):
-                with budget.holding(score_budget.MAX_KEPT_HELD - left):
+                with budget.holding(budget.most - left):
                     async with http.post(f"{api.url}/v1/{path}", json=body) as answer:
                         text = await answer.text()
                 assert answer.status == status and (status == 200 or "bytes of texts, structures" in text), text
@@ -394,17 +392,16 @@ def test_what_a_request_keeps_of_its_body_has_a_budget(serve, run, monkeypatch):
     run(main())
 
 
-def test_ids_that_a_request_allows_are_counted_with_its_prompt(serve, run, monkeypatch):
+def test_ids_that_a_request_allows_are_counted_with_its_prompt(serve, run, budgets):
     """65,536 took 2.4 MB of each request that waited."""
-    monkeypatch.setattr(works, "_MANY_TOKENS", 50)
-    budget = score_budget.token_budget()
-    monkeypatch.setattr(works, "token_budget", lambda: budget)
+    budget = budgets.tokens
+    budget.small = 50
 
     async def main():
         async with serve(lambda request: [65, 2]) as api, aiohttp.ClientSession() as http:
             body = {"model": "tiny", "prompt": [5], "max_tokens": 2, "allowed_token_ids": list(range(100, 200)), "n": 2}
             for left, status in ((100, 429), (101, 200)):
-                with budget.holding(score_budget.MAX_TOKENS_HELD - left):
+                with budget.holding(budget.most - left):
                     async with http.post(f"{api.url}/v1/completions", json=body) as answer:
                         assert answer.status == status, await answer.text()
             first, second = (request.sampling.allowed_token_ids for request in api.backend.requests)

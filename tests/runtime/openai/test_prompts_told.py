@@ -14,14 +14,15 @@ from openai import AsyncOpenAI, BadRequestError, DefaultAsyncHttpxClient, RateLi
 from serving import served
 
 from isthmus_runtime.executor.fake import FakeExecutor, expected_scores, expected_tokens
-from isthmus_runtime.openai import answer, job_bounds, works
+from isthmus_runtime.openai import answer, job_bounds
 from isthmus_runtime.openai.app import BODIES, ApiConfig, add_openai_routes
 from isthmus_runtime.openai.prompts import echo_of_ids, echo_of_text
-from isthmus_runtime.openai.score_budget import MAX_HELD, ScoreBudget
 from isthmus_runtime.openai.sse import CompletionFormat
+from isthmus_runtime.protocol.request import request_parts
 from isthmus_runtime.request import FinishReason, SamplingParams, TokenChunk, TokenLogprobs
 from isthmus_runtime.serving.app import make_app
 from isthmus_runtime.serving.in_flight import InFlight
+from isthmus_runtime.sharing.budget import Budget
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
@@ -283,6 +284,22 @@ def test_the_best_of_several_are_the_likeliest_by_token(run, serve):
     run(main())
 
 
+@pytest.mark.parametrize("prompt", [" lazy dog" * 1000, [40] * 3000])
+def test_choices_of_a_long_prompt_go_to_engines_with_one_text_of_it(run, serve, prompt):
+    async def main():
+        async with serve(lambda request: [10, 2]) as api:
+            api.backend.max_model_len = 1 << 14
+            for more in ({"n": 3}, {}):
+                await post(f"{api.url}/v1", "completions", prompt=prompt, max_tokens=1, **more)
+            *of_three, alone = api.backend.requests
+            texts = [request_parts(request)[1] for request in of_three]
+            assert texts[0] is texts[1] is texts[2]
+            assert json.loads(texts[0]) == list(of_three[0].prompt_token_ids) == list(alone.prompt_token_ids)
+            assert len(alone.prompt_token_ids) > 1024 and len(request_parts(alone)) == 1
+
+    run(main())
+
+
 def test_offsets_where_tokens_make_more_text_than_there_was(tokenizer):
     """A token that begins every text stands before the first character, as does a space that a tokenizer adds."""
     ids = [1, *tokenizer.encode("größer 🙂")]
@@ -322,12 +339,10 @@ def test_ids_of_many_long_prompts_are_written_beside_the_event_loop(run, stack, 
     run(main())
 
 
-def test_scores_of_all_requests_have_one_budget(run, stack, monkeypatch):
+def test_scores_of_all_requests_have_one_budget(run, stack, budgets):
     """Each may be small, and hundreds of them gigabytes: who finds no room is told to come again."""
-    budget = ScoreBudget()
-    monkeypatch.setattr(works, "ScoreBudget", lambda: budget)
-    monkeypatch.setattr(works, "_MANY_SCORES", 0)
-    busy = MAX_HELD - 50
+    budget = budgets.scores
+    budget.small, busy = 0, budget.most - 50
 
     async def main():
         async with stack() as api:
@@ -352,14 +367,14 @@ def test_scores_of_all_requests_have_one_budget(run, stack, monkeypatch):
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("stream", [True, False])
-def test_scores_that_a_stream_has_told_leave_their_room_to_others(run, stack, monkeypatch, n, stream):
+def test_scores_that_a_stream_has_told_leave_their_room_to_others(run, stack, budgets, n, stream):
     """It told them with its first words, and kept their room, and the scores, for as long as it went on."""
     held = []
 
-    class Noted(ScoreBudget):
+    class Noted(Budget):
         @contextmanager
-        def _holding(self, count, who):
-            with super()._holding(count, who) as told:
+        def _holding(self, count, who, end):
+            with super()._holding(count, who, end) as told:
 
                 def noted():
                     told()
@@ -368,9 +383,7 @@ def test_scores_that_a_stream_has_told_leave_their_room_to_others(run, stack, mo
                 yield noted
                 held.append("ends")
 
-    budget = Noted()
-    monkeypatch.setattr(works, "ScoreBudget", lambda: budget)
-    monkeypatch.setattr(works, "_MANY_SCORES", 0)
+    budget = budgets.scores = Noted(1000, 500, "scores")
 
     async def main():
         async with stack() as api:

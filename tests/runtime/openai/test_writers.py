@@ -14,7 +14,7 @@ from isthmus_runtime.openai.writers import Writers
 
 def test_a_large_answer_comes_whole(run):
     async def main():
-        assert await Writers().joined("a", lambda: (b"%d," % n for n in range(1000))) == b"".join(
+        assert await Writers().joined("a", lambda: (b"%d," % n for n in range(1000)), large=True) == b"".join(
             b"%d," % n for n in range(1000)
         )
 
@@ -34,7 +34,7 @@ def test_an_answer_that_nobody_waits_for_is_not_written_to_its_end(run):
                 ended.set()
 
         writers = Writers()
-        task = asyncio.create_task(writers.joined("a", endless))
+        task = asyncio.create_task(writers.joined("a", endless, large=True))
         assert await asyncio.to_thread(begun.wait, 60)
         task.cancel()
         with suppress(asyncio.CancelledError, Cancelled):
@@ -55,10 +55,10 @@ def test_a_client_with_one_answer_does_not_wait_for_all_of_another_s(run, hogs):
             yield b"late"
 
         writers = Writers()
-        tasks = [asyncio.create_task(writers.joined("hog", held)) for _ in range(hogs)]
+        tasks = [asyncio.create_task(writers.joined("hog", held, large=True)) for _ in range(hogs)]
         assert await asyncio.to_thread(begun.wait, 60)
         try:
-            assert await asyncio.wait_for(writers.joined("another", lambda: [b"now"]), 60) == b"now"
+            assert await asyncio.wait_for(writers.joined("another", lambda: [b"now"], large=True), 60) == b"now"
         finally:
             gate.set()
         assert await asyncio.gather(*tasks) == [b"late"] * hogs

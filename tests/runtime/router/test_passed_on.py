@@ -37,7 +37,7 @@ from isthmus_runtime.router.app import make_router
 from isthmus_runtime.router.passed_on import OwnTokenizer
 from isthmus_runtime.serving.app import make_app
 from isthmus_runtime.serving.in_flight import InFlight
-from isthmus_runtime.turns import ThreadsInTurns
+from isthmus_runtime.sharing.threads_in_turns import ThreadsInTurns
 
 OWN = OwnTokenizer("d1", lambda prompt: [len(prompt.text), 9])
 """Two ids of any text."""

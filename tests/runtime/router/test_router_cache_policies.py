@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from isthmus_runtime.kv.keys import ExtraKeys, block_hashes
+from isthmus_runtime.router import proxy
 
 PROMPT = range(200)
 
@@ -34,6 +36,28 @@ def test_prefix_aware_sticks(rig, run, kit):
             for i in range(6, 12):  # nothing in common: these spread
                 await send(r, kit, i, range(1000 * i, 1000 * i + 200))
             assert min(len(e.generates) for e in engines) >= 1 and r.idle()
+
+    run(main())
+
+
+def test_a_prompt_is_hashed_once_for_all_its_choices(rig, run, kit, monkeypatch):
+    hashed, hashes = [], proxy.prompt_hashes
+
+    def noted(request, size):
+        hashed.append(request.request_id)
+        return hashes(request, size)
+
+    monkeypatch.setattr(proxy, "prompt_hashes", noted)
+
+    async def main():
+        engine = kit.Engine("unified")
+        async with rig(engine, policy="prefix-aware") as r:
+            for group in [*range(3), *range(40), *range(3)]:
+                for choice in range(3):
+                    wanted = kit.request(range(group, group + 200), request_id=f"{group}-{choice}")
+                    await kit.collect(r.backend, replace(wanted, prompt_group=f"g{group}"))
+            assert hashed == [f"{group}-0" for group in [*range(40), *range(3)]], "those of long ago are hashed again"
+            assert r.metric("isthmus_router_prefix_blocks_total") == 46 * 3 * (200 // 16) and r.idle()
 
     run(main())
 

@@ -84,11 +84,26 @@ def run(work):
 
 
 async def call(client, url, body=b"{}"):
-    exchange = await client.post(url, "/x", body)
+    exchange = await client.post(url, "/x", (body,))
     try:
         return exchange.status, await exchange.read()
     finally:
         exchange.release()
+
+
+@pytest.mark.parametrize("sizes", [(), (0,), (3, 0, 5), (70_000,), (1, 3_000_000, 2, 60_000)])
+def test_a_body_in_parts_arrives_whole(sizes):
+    body = tuple(bytes([65 + number]) * size for number, size in enumerate(sizes))
+
+    async def main():
+        server = Server([sized(b"{}")])
+        async with server.serve() as (url, client):
+            exchange = await client.post(url, "/x", body)
+            assert await exchange.read() == b"{}"
+            exchange.release()
+        assert [sent for _, sent in server.requests] == [b"".join(body)]
+
+    run(main())
 
 
 @settings(max_examples=60, deadline=None)
@@ -149,7 +164,7 @@ def test_a_broken_connection_is_an_error_after_what_came():
     async def main():
         server = Server([CHUNKED + chunks(b"one"), None], [None], [sized(b"ok", extra=b"Connection: close\r\n")])
         async with server.serve() as (url, client):
-            exchange = await client.post(url, "/x", b"")
+            exchange = await client.post(url, "/x", ())
             assert await exchange.readany() == b"one"
             with pytest.raises(ConnectionError):
                 await exchange.readany()
@@ -167,7 +182,7 @@ def test_close_wakes_the_reader():
         never = asyncio.Event()
         server = Server([CHUNKED, never])
         async with server.serve() as (url, client):
-            exchange = await client.post(url, "/x", b"")
+            exchange = await client.post(url, "/x", ())
             reader = asyncio.create_task(exchange.readany())
             await asyncio.sleep(0)
             exchange.close()
@@ -183,7 +198,7 @@ def test_a_cancelled_call_leaves_no_connection():
         never = asyncio.Event()
         server = Server([never])
         async with server.serve() as (url, client):
-            work = asyncio.create_task(client.post(url, "/x", b""))
+            work = asyncio.create_task(client.post(url, "/x", ()))
             await until(lambda: server.requests)
             work.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -199,7 +214,7 @@ def test_a_released_answer_is_read_to_its_end_and_the_connection_used_again():
         rest = asyncio.Event()
         server = Server([CHUNKED + chunks(b"one"), rest, chunks(b"two" * 1000) + b"0\r\n\r\n"], [sized(b"next")])
         async with server.serve() as (url, client):
-            exchange = await client.post(url, "/x", b"")
+            exchange = await client.post(url, "/x", ())
             assert await exchange.readany() == b"one"
             exchange.release()
             rest.set()
@@ -216,7 +231,7 @@ def test_a_slow_reader_stops_the_engine():
         part, count = b"x" * 65536, 400
         server = Server([CHUNKED, *([chunks(part)] * count), b"0\r\n\r\n"])
         async with server.serve() as (url, client):
-            exchange = await client.post(url, "/x", b"")
+            exchange = await client.post(url, "/x", ())
             await until(lambda: exchange._paused)
             assert exchange._held <= wire._HIGH_WATER + (1 << 20)
             assert await exchange.read() == part * count

@@ -24,7 +24,7 @@ def test_a_silent_connection_is_probed_within_seconds() -> None:
 
     async def ask(port: int) -> None:
         wire = Wire()
-        exchange = await wire.post(f"http://127.0.0.1:{port}", "/x", b"")
+        exchange = await wire.post(f"http://127.0.0.1:{port}", "/x", ())
         assert exchange._transport is not None
         sock = exchange._transport.get_extra_info("socket")
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)

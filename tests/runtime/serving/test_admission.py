@@ -66,7 +66,9 @@ def test_bodies_never_exceed_their_budget_while_one_can_give_way(most, known, st
             leaver = budget.add(name, size, address(name))
             while leaver is not None:
                 over = arriving if sum(held.values()) > most else {n for n in arriving if of(address(n)) > share}
-                assert leaver in over and held[leaver] == max(held[n] for n in over)
+                assert leaver in over
+                assert of(address(leaver)) == max(of(address(n)) for n in over), "of the address that has most"
+                assert held[leaver] == max(held[n] for n in over if address(n) == address(leaver))
                 del held[leaver]
                 arriving.discard(leaver)
                 leaver = budget.excess()
@@ -87,6 +89,15 @@ def test_bodies_never_exceed_their_budget_while_one_can_give_way(most, known, st
         assert budget.used == sum(held.values()) == sum(budget.of(n) for n in range(10))
         assert budget.used <= most or not arriving
         assert all(of(address(n)) <= share for n in arriving)
+
+
+def test_whoever_fills_the_budget_with_many_bodies_gives_way_to_who_sends_one_large_one():
+    budget = BodyBudget(100)
+    for name in range(14):
+        assert budget.add(name, 5, "many") is None
+    assert budget.add("large", 25, "one") is None
+    assert budget.add("large", 10, "one") in range(14)
+    assert budget.of("large") == 35 and budget.excess() is None
 
 
 def test_every_connection_has_descriptors_for_its_answer():

@@ -320,7 +320,7 @@ def test_what_is_kept_of_a_body_counts_for_its_client_and_leaves_others_their_ro
             asked = asyncio.create_task(port.raw(post(body, close=True)))
             await until(lambda: port.waiting == 1)
             (connection,) = port.servers[0].server_state.connections
-            assert port.bodies.used == 0 and connection.held({})[:2] == ("a", 10)
+            assert port.bodies.used == 0 and (connection.who, connection.held({})) == ("a", 10)
             port.go.set()
             await asked
 

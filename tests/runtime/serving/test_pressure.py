@@ -1,4 +1,4 @@
-"""When a process refuses for want of memory, and who gives way: levels never flap, and nobody is refused for ever."""
+"""When a process refuses for want of memory: levels never flap, and nobody is refused for ever."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from isthmus_runtime.serving.pressure import (
     STEP_S,
     TIGHT_FROM,
     USUAL,
-    Held,
     Level,
     Pressure,
     Use,
-    who_gives_way,
 )
 
 MIB = 1 << 20
@@ -125,21 +123,3 @@ def test_while_it_is_critical_one_has_to_end_after_each_pause(steps) -> None:
         assert ends == (critical and now >= last + STEP_S)
         if ends:
             last = now
-
-
-HELD = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 100)), max_size=40)
-
-
-@given(HELD, st.integers(0, 1000))
-def test_who_gives_way_is_the_largest_of_the_client_with_most_and_so_on(sizes, excess) -> None:
-    held = [Held(client, size, number) for number, (client, size) in enumerate(sizes)]
-    chosen, left, freed = who_gives_way(held, excess), list(held), 0
-    assert bool(chosen) == bool(held) and len(chosen) <= max(1, len(held) // 8)
-    for one in chosen:
-        assert freed < excess or one is chosen[0]
-        of = {client: sum(h.size for h in left if h.client == client) for client in "abc"}
-        assert of[one.client] == max(of[h.client] for h in left)
-        assert one.size == max(h.size for h in left if h.client == one.client)
-        left.remove(one)
-        freed += one.size
-    assert freed >= excess or len(chosen) == max(1, len(held) // 8) or not held

@@ -11,6 +11,7 @@ import threading
 import tracemalloc
 import zlib
 from contextlib import ExitStack, asynccontextmanager, suppress
+from dataclasses import replace
 
 import aiohttp
 import pytest
@@ -209,6 +210,10 @@ FORMS = {
     "chunked": (chunked(b"{", b"}"), 200),
     "chunked and length": (post(b"0\r\n\r\n", "Transfer-Encoding: chunked", close=True), 400),
     "identity after chunked": (post(b"", "Transfer-Encoding: chunked, identity", close=True), 400),
+    "gzip in chunks": (chunked(gzip.compress(b"{}", mtime=0)).replace(b": chunked", b": gzip, chunked"), 501),
+    "chunks in chunks": (chunked(b"{}").replace(b": chunked", b": chunked, chunked"), 400),
+    "chunks twice": (chunked(b"{}").replace(b"Host: x", b"Host: x\r\nTransfer-Encoding: chunked"), 400),
+    "chunks in upper case": (chunked(b"{}").replace(b": chunked", b":  Chunked "), 200),
     "two lengths": (post(b"{}", "Content-Length: 2", close=True), 400),
     "two different lengths": (post(b"{}", "Content-Length: 1", close=True), 400),
     "length with a sign": (post(b"{}", close=True).replace(b"Length: 2", b"Length: +2"), 400),
@@ -1157,9 +1162,10 @@ async def large(call):
     await call.reply(200, {}, b"x" * (8 << 20))
 
 
-def reader_of_nothing(port, head=b"", times=1):
+def reader_of_nothing(port, head=b"", times=1, address="127.0.0.1"):
     """A connection that has asked so many times, and reads nothing of the answers."""
     sock = socket.socket()
+    sock.bind((address, 0))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     sock.connect(("127.0.0.1", port))
     sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n%bContent-Length: 0\r\n\r\n" % head * times)
@@ -1214,5 +1220,29 @@ def test_whole_answers_that_nobody_reads_are_bounded_together(run, sweep_s):
                 await until(lambda: sum(c.unread for c in there.connections) <= 20 << 20)
                 assert len(there.connections) > 1, "no more of them than there must"
                 assert await there.raw(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+
+    run(main())
+
+
+def test_of_answers_that_nobody_reads_the_largest_of_the_client_with_most_gives_way(run):
+    """And not who has one large one."""
+
+    async def by_address(call):
+        await call.read()
+        await call.reply(200, {}, b"x" * (8 << (20 + (call.client.host == "127.0.0.2"))))
+
+    async def main():
+        async with served(by_address) as there:
+            state = there.server.server_state
+            unread = lambda who: [c.unread for c in there.connections if c.who == who]  # noqa: E731
+            with ExitStack() as clients:
+                for address in ("127.0.0.2", *["127.0.0.1"] * 4):
+                    clients.enter_context(reader_of_nothing(there.port, address=address))
+                await until(lambda: len(there.connections) == 5 and all(c.unread for c in there.connections))
+                assert max(unread("127.0.0.1")) < sum(unread("127.0.0.2")) < sum(unread("127.0.0.1"))
+                state.limits = replace(state.limits, max_unread=sum(c.unread for c in there.connections) - 1)
+                state.bound_unread()
+                await until(lambda: len(there.connections) == 4)
+                assert len(unread("127.0.0.2")) == 1
 
     run(main())

@@ -166,6 +166,7 @@ class Admission:
                 pooling=seq.request.pooling,
             )
         )
+        seq.own()
         draft.add(seq, count)
 
     def grow(self, seq: Sequence, upto: int, draft: StepDraft | None = None) -> None:

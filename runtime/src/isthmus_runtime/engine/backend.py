@@ -14,7 +14,7 @@ from ..interfaces.backend import Backend
 from ..protocol.calls import CommitCall, PrefillAnswer, PrefillCall
 from ..protocol.request import may_begin_early
 from ..protocol.ticket import Ticket
-from ..request import GENERATES, GenerateRequest, ServedTask, TokenChunk
+from ..request import GENERATES, GenerateRequest, ServedTask, TokenChunk, WrittenIds
 from ..tracing.span import current
 from .exchange import Reply
 from .long_reply import LongReply
@@ -201,9 +201,9 @@ class EngineBackend(Backend):
                 param="dimensions",
             )
         sampling = request.sampling
-        words = chain.from_iterable(sampling.bad_words)
+        words, prompt = chain.from_iterable(sampling.bad_words), request.prompt_token_ids
         for name, ids in (
-            ("prompt", request.prompt_token_ids),
+            ("prompt", prompt.ends if isinstance(prompt, WrittenIds) else prompt),
             ("stop_token_ids", sampling.stop_token_ids),
             ("logit_bias", [i for i, _ in sampling.logit_bias]),
             ("allowed_token_ids", _ends(sampling.allowed_token_ids)),

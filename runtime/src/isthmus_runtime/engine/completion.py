@@ -78,6 +78,7 @@ class Completion:
                     effects += self._prompt_computed(seq, tokens[0], logprobs[0] if logprobs else None, now)
             elif tokens:
                 known, token = seq.tokens, tokens[0]
+                assert isinstance(known, list)  # of its own since it has a row
                 known.append(token)
                 if seq.prompt_len + 1 < len(known) < seq.end_len and token not in seq.stop_token_ids:
                     # In the middle of an answer. One per row and step: without the class's own `__new__` it costs half.
@@ -107,7 +108,7 @@ class Completion:
         """As many drafts as were right, and the token after them. Only their KV counts; the rest is written again."""
         ends = (at for at, token in enumerate(tokens, 1) if token in seq.stop_token_ids)
         kept = next(ends, len(tokens))
-        seq.tokens += tokens[:kept]
+        seq.own().extend(tokens[:kept])
         self._speculation.verified(seq, len(chunk.drafts), len(tokens) - 1)
         if run == seq.run:
             seq.scheduled = seq.written = chunk.start + len(tokens)

@@ -44,7 +44,7 @@ class Intake:
             queue_deadline_s=now + min(request.timeout_s, self._queue_timeout_s),
             end_len=end_len,
             peak=self._blocks.peak(end_len),
-            tokens=list(request.prompt_token_ids),
+            tokens=request.prompt_token_ids,
             attempt=attempt,
             peer_url=peer_url,
             peer_epoch=peer_epoch,

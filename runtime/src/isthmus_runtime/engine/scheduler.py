@@ -289,7 +289,7 @@ class Scheduler:
         self.blocks.wrote(seq)
         self.blocks.publish()
         seq.started = True
-        seq.tokens.append(record.first_token)
+        seq.own().append(record.first_token)
         self.queues.withdraw(seq)
         self.queues.enter(seq, Phase.READY)
         logprobs = () if record.first_logprobs is None else (TokenLogprobs(*record.first_logprobs),)
@@ -319,7 +319,7 @@ class Scheduler:
         seq.kind, seq.note, seq.started = Kind.LOCAL, "recomputed", True
         seq.want_scores()
         if seq.told is not None:
-            seq.tokens.append(seq.told)
+            seq.own().append(seq.told)
         self.queues.enter(seq, Phase.WAITING)
         return [] if seq.told is None else [self._completion.emit(seq, (seq.told,), ())]
 

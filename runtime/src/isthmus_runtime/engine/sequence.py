@@ -57,8 +57,9 @@ class Sequence:
     """Total length at which the request ends by length."""
     peak: int
     """Most blocks that it ever holds."""
-    tokens: list[int]
-    """Prompt, then generated tokens as they become known."""
+    tokens: list[int] | tuple[int, ...]
+    """Prompt, then generated tokens as they become known. While it waits the prompt itself, which all choices of a
+    request may share: of 128 with 32,000 tokens copies take 32 MiB."""
     attempt: str = ""
     peer_url: str = ""
     peer_epoch: str = ""
@@ -159,6 +160,12 @@ class Sequence:
         assert len(self.scores) == self.prompt_len - 1, f"{self.sid}: {len(self.scores)} of {self.prompt_len - 1}"
         found, self.scores = tuple(self.scores), None
         return found
+
+    def own(self) -> list[int]:
+        """Its tokens, from now on a list of its own."""
+        if isinstance(self.tokens, tuple):
+            self.tokens = list(self.tokens)
+        return self.tokens
 
     @property
     def known(self) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 from ..errors import Cancelled, RequestError
 from ..request import FinishReason, TokenChunk
+from ..sharing.giving_way import Held, who_gives_way
 from .exchange import Reply
 from .long_reply import LongReply
 
@@ -107,27 +107,20 @@ class Streams:
     def _look(self) -> None:
         self._looking = False
         # A sum over all: nothing that could drift is kept.
-        while sum(inbox.unread for inbox in self._inboxes.values()) > self._most:
-            self._give_way()
-
-    def _give_way(self) -> None:
-        of_client = Counter[str]()
-        for inbox in self._inboxes.values():
-            of_client[inbox.whose] += inbox.unread
-        ((most, total),) = of_client.most_common(1)
-        theirs = ((sid, inbox) for sid, inbox in self._inboxes.items() if inbox.whose == most)
-        sid, inbox = max(theirs, key=lambda item: item[1].unread)
-        error = Cancelled(
-            f"the client reads too slowly: {inbox.unread} numbers (tokens and log-probabilities) of this answer were "
-            f"unread, most of its client's {total}, and no other client has more of all, which together passed "
-            f"{self._most}; read on while the answer is made, or ask for fewer top_logprobs"
-        )
-        _log.warning("request %s: %s", sid, error.message)
-        inbox.give_up(error.located("generation", sid))
+        excess = sum(inbox.unread for inbox in self._inboxes.values()) - self._most
+        held = (Held(inbox.whose, inbox.unread, sid) for sid, inbox in self._inboxes.items() if not inbox.given_up)
+        for one in who_gives_way(held, excess):
+            error = Cancelled(
+                f"the client reads too slowly: {one.size} numbers (tokens and log-probabilities) of this answer were "
+                f"unread, and no other client has more of all, which together passed {self._most}; read on while the "
+                "answer is made, or ask for fewer top_logprobs"
+            )
+            _log.warning("request %s: %s", one.what, error.message)
+            self._inboxes[one.what].give_up(error.located("generation", one.what))
 
 
 def _numbers(reply: Reply | LongReply) -> int:
-    # Other kinds come once a request, and their sizes have bounds of their own (openai/score_budget.py).
+    # Other kinds come once a request, and their sizes have bounds of their own (openai/budgets.py).
     if not isinstance(reply, TokenChunk):
         return 0
     scores = reply.logprobs

@@ -110,10 +110,8 @@ class Runner:
                     yield answer
 
             pieces = partial(job.format.whole, joined(), usage)
-            if scores > _MANY_SCORES or untold.held > _MANY_SCORES or ids > _MANY_IDS:
-                body = await self._writers.joined(job.client, pieces)
-            else:
-                body = b"".join(pieces())
+            large = scores > _MANY_SCORES or untold.held > _MANY_SCORES or ids > _MANY_IDS
+            body = await self._writers.joined(job.client, pieces, large=large)
         await call.reply(200, headers, body)
         return usage
 
@@ -125,7 +123,7 @@ class Runner:
             return b"".join(first(i, r, len(r.prompt_token_ids) or told) for i, r in enumerate(job.requests))
 
         many = sum(len(request.prompt_token_ids) for request in job.requests) > _MANY_IDS
-        return await self._writers.do(job.client, joined) if many else joined()
+        return await self._writers.do(job.client, joined, large=many)
 
     async def stream(self, job: Job, arrived: float, call: Call) -> Usage:
         """The answer as server-sent events, begun when the first text is there: until then a failure still gets its
@@ -157,18 +155,14 @@ class Runner:
                         opened = True
             data = b""
             if choice.prompt.echo is not None and not choice.shown:
-                if len(choice.prompt.scores) > _MANY_SCORES:
-                    data = await self._writers.do(job.client, partial(form.echo, choice.index, choice.prompt))
-                else:
-                    data = form.echo(choice.index, choice.prompt)
+                echo = partial(form.echo, choice.index, choice.prompt)
+                data = await self._writers.do(job.client, echo, large=len(choice.prompt.scores) > _MANY_SCORES)
             if not choice.shown:
                 choice.shown = True
                 shown.append(choice)
             logprobs = choice.take_logprobs()
-            if (count := _scores(logprobs)) > _MANY_SCORES or is_long(choice, delta):
-                data += await self._writers.do(job.client, partial(written, choice, delta, logprobs))
-            else:
-                data += written(choice, delta, logprobs)
+            large = (count := _scores(logprobs)) > _MANY_SCORES or is_long(choice, delta)
+            data += await self._writers.do(job.client, partial(written, choice, delta, logprobs), large=large)
             await call.write(data)
             untold.told(count)
             if len(shown) == len(job.requests):
@@ -192,7 +186,7 @@ class Runner:
         with self._scores.answer(job.client, asyncio.current_task()) as untold:
             usage = await self._run(job, sink, arrived, untold)
             end = partial(form.end, usage, tell=job.include_usage)
-            await call.write(await self._writers.do(job.client, end) if kept > _MUCH_TEXT else end())
+            await call.write(await self._writers.do(job.client, end, large=kept > _MUCH_TEXT))
         await call.end()
         return usage
 

@@ -31,6 +31,7 @@ from .embeddings import Embeddings, EmbeddingsRequest, VectorRequests, plan_embe
 from .keys import Keys
 from .lifecycle import Lifecycle
 from .plan import Planner
+from .planning import Planning
 from .ranking import Ranker, Ranking, RerankRequest, ScoreRequest, Scores
 from .reference import Chat, Completion, Model, ModelList
 from .responses import Response, ResponsesRequest
@@ -197,6 +198,7 @@ class _Api:
         self._ranker = Ranker(self._planner, self._vectors, tokenizer, lambda: backend.task, config.request_timeout_s)
         self._tokenizer = tokenizer
         self._keys = Keys(config.api_key, config.tenants, clock)
+        planning = Planning(memory, tokenizer.part, lambda: tokenizer.at_once(backend.max_model_len))
         self._requests = Lifecycle(
             self._keys,
             config.tenants,
@@ -205,13 +207,13 @@ class _Api:
             metrics=metrics,
             tenant_metrics=tenant_metrics,
             tracer=tracer,
-            memory=memory,
+            planning=planning,
             clock=clock,
-            part=tokenizer.part,
         )
         self._works = Works(
             backend,
             self._requests,
+            planning,
             model=config.served_names[0],
             tenants=config.tenants,
             metrics=metrics,

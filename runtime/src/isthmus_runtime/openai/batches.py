@@ -72,10 +72,8 @@ class BatchRunner:
         await together(work() for _ in range(min(width, len(batch.requests))))
         tokens = batch.prompt_tokens
         pieces = partial(batch.tell, [found[number] for number in range(len(found))], tokens)
-        if batch.numbers + batch.characters <= _FEW and len(found) <= WIDTH:
-            body = b"".join(pieces())
-        else:
-            body = await self._writers.joined(batch.client, pieces)
+        large = batch.numbers + batch.characters > _FEW or len(found) > WIDTH
+        body = await self._writers.joined(batch.client, pieces, large=large)
         if self._metrics is not None:
             self._metrics.prompt_tokens.inc(tokens)
             for _ in found:

@@ -95,7 +95,7 @@ class Conversations:
         thinks = self._thinks
         if not thinks and not tools:
             return None
-        names = [t["function"]["name"] for t in tools]
+        names = frozenset(t["function"]["name"] for t in tools)  # of all choices
         opened = prompt.rstrip().endswith(Thinking.OPEN)
         parser = self.tool_format.parser
         return lambda: Reader(parser(names) if names else None, Thinking(opened=opened) if thinks else None)

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from ..errors import EngineFailed, InvalidRequest
 from ..request import GenerateRequest, PoolingParams, SamplingParams, ServedTask, TokenChunk
-from ..turns import go_on
+from ..sharing.threads_in_turns import go_on
 from .batches import Batch
 from .bodies import hints, json_object, parsed
 from .plan import Planner

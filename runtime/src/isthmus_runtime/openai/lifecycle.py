@@ -8,24 +8,18 @@ import logging
 import uuid
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from functools import partial
 from hashlib import blake2b
 from typing import Any, TypeVar
 
 from ..errors import Cancelled, DeadlineExceeded, RequestError, is_panic, unforeseen
 from ..metrics import RequestMetrics, TenantMetrics
-from ..reserve import Reserve
 from ..serving.call import Call, Cut, error_answer
 from ..serving.clients import known_by
 from ..serving.in_flight import InFlight
 from ..serving.limits import BodyTooLarge
-from ..serving.memory import MemoryGuard
-from ..threads import processors
-from ..tokenising import LARGE, OF_A_LETTER
 from ..tracing.span import NO_TRACER, Tracer, current, within
-from ..turns import ThreadsInTurns
-from .bounds import longest_part
 from .keys import Keys
+from .planning import Planning
 from .sse import Format
 from .tenants import Tenant
 from .tenants_file import TenantsFile
@@ -36,14 +30,6 @@ _DEADLINE_MARGIN_S = 1.0
 """The backend enforces the deadline and knows the reason; we step in when it is stuck, or the client does not read."""
 _LAST_WORDS_S = 1.0
 """How long a client that does not read may hold up its own error event."""
-_MOST_COMPUTING = 64
-"""Requests to `compute` that wait for their turn."""
-_MOST_PLANNING, _PLACES = 1024, min(16, max(4, processors()))
-"""Long requests that wait to be planned, and how many are at a time."""
-_WAIT = "large bodies wait to be planned"
-_MOST_LETTERS, _OF_A_BYTE = 1 << 20, 21
-"""Characters that are tokenised at a time where nothing cuts them; and bytes that planning takes at most for each of a
-body, as JSON, marked, rendered and made bare again (tests/hostile)."""
 
 Describe = Callable[[RequestError], dict[str, Any]]
 """An error as the body of an answer."""
@@ -62,7 +48,6 @@ class Progress:
 
 
 _P = TypeVar("_P")
-_M = TypeVar("_M")
 Answering = Callable[[Call, _P, Progress], Coroutine[Any, Any, None]]
 """Answers a request, given how its body is planned."""
 
@@ -85,13 +70,11 @@ class Lifecycle:
         metrics: RequestMetrics | None,
         tenant_metrics: TenantMetrics | None,
         tracer: Tracer,
-        memory: MemoryGuard,
+        planning: Planning,
         clock: Callable[[], float],
-        part: int = 0,
     ) -> None:
-        """`part`: of `Tokenizer`. `timeout_s`: what a request may take. `clock`: monotonic seconds."""
-        self._memory = memory
-        self._part = part
+        """`timeout_s`: what a request may take. `clock`: monotonic seconds."""
+        self._planning = planning
         self._keys = keys
         self._tenants = tenants
         self._timeout_s = timeout_s
@@ -100,19 +83,6 @@ class Lifecycle:
         self._tenant_metrics = tenant_metrics
         self._tracer = tracer
         self._clock = clock
-        # What a thread has begun cannot be ended: generations have others than what no engine is asked for.
-        self._computing = ThreadsInTurns(1, "compute", _MOST_COMPUTING, "requests of this kind wait for their turn")
-        self._planners = ThreadsInTurns(
-            _PLACES,
-            "plan",
-            _MOST_PLANNING,
-            "long prompts and batches wait to be planned",
-            one_by_one=lambda: memory.tight,
-        )
-        # Two, so that many small ones and few large ones do not wait for each other.
-        self._small, self._large = (
-            Reserve(partial(_share, memory, part), _MOST_PLANNING, _WAIT, self._planners.make_way) for part in (1, 3)
-        )
 
     async def answer(
         self, call: Call, work: Answering[_P], plan: _P, *, describe: Describe = openai_error, operation: str = "chat"
@@ -129,6 +99,17 @@ class Lifecycle:
             finally:
                 span.end()
 
+    def end(self) -> Callable[[RequestError], None]:
+        """What ends the current task's request with an error, where it still runs then."""
+        task = asyncio.current_task()
+        assert task is not None
+
+        def end(error: RequestError) -> None:
+            if self._in_flight.works_on(task):
+                self._in_flight.end(task, error)
+
+        return end
+
     async def compute(
         self, call: Call, make: Callable[[bytes], bytes], most: int, describe: Describe = openai_error
     ) -> None:
@@ -140,34 +121,10 @@ class Lifecycle:
             if len(body) > most:
                 raise BodyTooLarge(f"the body has {len(body)} bytes, {call.path} takes {most}; send parts")
             who = whose(call, progress.tenant)
-            ended = await self._set_aside(who, body) if len(body) > LARGE else None
-            answer = await self._computing.do(who, make, body, ended)
+            answer = await self._planning.alone(who, make, body)
             await call.reply(200, {"Content-Type": "application/json"}, answer)
 
         await self._respond(call, work, make, describe)
-
-    async def planned(self, call: Call, tenant: Tenant | None, plan: Callable[[bytes], _M], body: bytes) -> _M:
-        """What `plan` makes of a long body, in a thread: few at a time, in turns of clients, of whom none takes all
-        threads. Overloaded (429) when too many wait."""
-        who = whose(call, tenant)
-        if len(body) <= LARGE:
-            return await self._planners.do(who, plan, body)
-        return await self._planners.do(who, plan, body, await self._set_aside(who, body))
-
-    async def _set_aside(self, who: str, body: bytes) -> Callable[[], None]:
-        """Wait until what is made of a body may take is there; to be called when it is over."""
-        letters = longest_part(body, self._part) if self._part else len(body)
-        takes, share = planning_takes(len(body), letters), _share(self._memory, 1)
-        reserve = self._small if share is None or takes <= share else self._large
-        await reserve.take(who, takes)
-        try:
-            self._memory.look()
-            self._memory.check_new()
-            await self._memory.make_room(takes)
-        except BaseException:
-            reserve.give_back(takes)
-            raise
-        return partial(reserve.give_back, takes)
 
     async def _respond(self, call: Call, work: Answering[_P], plan: _P, describe: Describe) -> None:
         progress = Progress(self._clock())
@@ -229,17 +186,6 @@ class Lifecycle:
     def _count_tenant(self, progress: Progress, status: int) -> None:
         if progress.tenant is not None and self._tenant_metrics is not None:
             self._tenant_metrics.ended(progress.tenant.name, status)
-
-
-def _share(memory: MemoryGuard, quarters: int) -> int | None:
-    """So many of what may be taken on the way; None: anything."""
-    room = memory.room_on_the_way
-    return None if room is None else quarters * room // 4
-
-
-def planning_takes(size: int, letters: int) -> int:
-    """Bytes that planning a body of so many may take on its way, of which so many are tokenised at a time at most."""
-    return OF_A_LETTER * min(letters, _MOST_LETTERS) + _OF_A_BYTE * size
 
 
 def whose(call: Call, tenant: Tenant | None) -> str:

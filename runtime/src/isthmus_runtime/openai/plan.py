@@ -282,6 +282,9 @@ class Planner:
         sampling = self._sampling(request, max_tokens, structured=structure is not None)
         adapter = self.served.adapter(request.model)
         seed = self._seeds() if request.seed is None else request.seed
+        if candidates > 1:
+            # Each choice is written for an engine by itself, on the event loop.
+            prompts = [WrittenIds.of(ids) if len(ids) > _LONG else ids for ids in prompts]
         requests = [
             GenerateRequest(
                 request_id=f"{answer_id}-{p * candidates + i}",

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ..errors import EngineFailed, InvalidRequest
 from ..request import GenerateRequest, SamplingParams, ServedTask, TokenChunk
-from ..turns import go_on
+from ..sharing.threads_in_turns import go_on
 from .batches import Batch
 from .bodies import hints, json_object, parsed
 from .chat import Conversation

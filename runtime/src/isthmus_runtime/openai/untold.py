@@ -2,15 +2,15 @@
 together. Pure, of one event loop.
 
 How many there will be is known by nobody before: an answer in one piece is held whole, and so is text of which nobody
-knows yet whether it is a call of a tool. What prompts add is known (`score_budget`).
+knows yet whether it is a call of a tool. What prompts add is known (`budgets`).
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 
 from ..errors import InvalidRequest, Overloaded
+from ..sharing.giving_way import Held, who_gives_way
 
 MAX_OF_AN_ANSWER, MAX_OF_ANSWERS = 1 << 19, 1 << 20
 """Log-probabilities of what was generated that nobody has been told: of one request, as of 25,000 tokens with 20
@@ -71,17 +71,10 @@ class AnswerScores:
         """Where all hold too many, the largest of the client that holds most has to end, until there is room."""
         if self.held <= MAX_OF_ANSWERS:
             return
-        stay = [one for one in self._answers if not one.gives_way]
-        of_client: Counter[str] = Counter()
-        for one in stay:
-            of_client[one.who] += one.held
-        over = of_client.total() - MAX_OF_ANSWERS
-        while over > 0:
-            (who, _), *_ = of_client.most_common(1)
-            largest = max((one for one in stay if one.who == who and not one.gives_way), key=lambda one: one.held)
-            largest.gives_way = True
-            of_client[who] -= largest.held
-            over -= largest.held
+        stay = [Held(one.who, one.held, one) for one in self._answers if not one.gives_way]
+        excess = sum(one.size for one in stay) - MAX_OF_ANSWERS
+        for one in who_gives_way(stay, excess):
+            one.what.gives_way = True
 
 
 class Untold:

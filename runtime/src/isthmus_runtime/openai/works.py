@@ -3,47 +3,39 @@ all requests, within its tenant's limits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
 from ..errors import InvalidRequest
 from ..interfaces.backend import Backend
-from ..loop_share import LoopShare
 from ..metrics import RequestMetrics, TenantMetrics
 from ..request import Structure
 from ..serving.call import Call
 from ..serving.memory import MemoryGuard
 from ..structured.checker import Checker
+from ..tokenising import LONG
 from ..tracing.span import Span, current
 from .answer import Runner
 from .batches import WIDTH, Batch, BatchRunner
+from .budgets import Budgets
 from .chat import NeedsThread
 from .job import Job, kept_by, takes_turns
 from .lifecycle import Lifecycle, Progress, known_as, whose
 from .plan import Plan
-from .score_budget import ScoreBudget, echo_budget, kept_budget, token_budget, vector_budget
+from .planning import Planning
 from .sse import Usage
 from .tenants import Tenant
 from .tenants_file import TenantsFile
 from .writers import Writers
 
-_OFF_LOOP_BYTES = 1 << 12
-"""Bodies above this are parsed and tokenised in a thread, so that other streams do not wait: words take 0.2 ms, digits,
-which are the slowest, 9."""
 _BRIEF_BATCH_BYTES = 200
-"""The same for batches: each text, of which one letter is enough, may be rendered by a template (0.15 ms)."""
-_MANY_TOKENS = 1 << 14
-"""Of the prompts of a generation, and ids that it allows; fewer are not counted among those that all requests may
-have."""
-_ID_BYTES = 24
-"""Of a token of a prompt: its place among the ids, as JSON as it came, and in the body that an engine gets."""
-_MANY_NUMBERS, _MANY_SCORES = 1 << 14, 1 << 10
-"""Of the vectors of a request, and log-probabilities of its prompts; fewer are not counted among those of all: whoever
-has most of these would keep everybody out."""
-_MUCH_ECHO = 1 << 16
-"""Bytes that an answer repeats; fewer are not counted among those of all requests."""
-_MUCH_KEPT = 1 << 14
-"""The same of what is kept of a body."""
+"""Batches above this are planned on threads: each text, of which one letter is enough, may be rendered by a template
+(0.15 ms)."""
+_ID_BYTES = 12
+"""Of a token of a prompt while it waits for an engine: its place among the ids, and what is beside them."""
+_Work = TypeVar("_Work", Job, Batch)
 
 
 class Works:
@@ -53,6 +45,7 @@ class Works:
         self,
         backend: Backend,
         requests: Lifecycle,
+        planning: Planning,
         *,
         model: str,
         tenants: TenantsFile | None,
@@ -71,37 +64,30 @@ class Works:
         self._tenants = tenants
         self._tenant_metrics = tenant_metrics
         self._grammars = grammars
-        self._planning = LoopShare()
-        self._scores = ScoreBudget()
-        self._numbers = vector_budget()
-        self._tokens = token_budget()
-        self._echoes = echo_budget()
-        self._kept = kept_budget()
+        self._planning = planning
+        self._budgets = Budgets()
         memory.add_book(self._runner.untold)
 
     async def generate(self, call: Call, plan: Plan, progress: Progress) -> None:
         """Plan what a body asks for, and answer it as it is generated."""
         progress.stage = "reading"
         body = await call.read()
-        progress.stage = "planning"
+        progress.stage, who = "planning", whose(call, progress.tenant)
         span = current()
         tokenise = span.child("tokenise")
         try:
-            job = await self._plan(call, plan, body, progress.tenant)
+            job = await self._plan(who, plan, body)
         finally:
             tokenise.end()
         if span.recording:
             _describe_job(span, job, self._model)
         del body  # megabytes, which an answer would keep as long as it streams
-        who = whose(call, progress.tenant)
         tokens = sum(len(request.prompt_token_ids) for request in job.requests[:: job.n])
         echoed = sum(echo.bytes_held for echo in job.echoes)
         kept = kept_by(job)
         call.drop(kept + tokens * _ID_BYTES + echoed, who)
-        with (
-            self._kept.holding(kept if kept > _MUCH_KEPT else 0, who),
-            self._echoes.holding(echoed if echoed > _MUCH_ECHO else 0, who),
-        ):
+        end = self._requests.end()
+        with self._budgets.kept.holding(kept, who, end), self._budgets.echoes.holding(echoed, who, end):
             await self._run_planned(call, job, progress, who, tokens)
 
     async def _run_planned(self, call: Call, job: Job, progress: Progress, client: str, tokens: int) -> None:
@@ -112,82 +98,69 @@ class Works:
                 await self._check_structure(job.structure, job.structure_param, client)
         progress.stage, progress.answer_id, progress.format = "generation", job.answer_id, job.format
         tokens += len(job.requests[0].sampling.allowed_token_ids)  # of all choices, which share them
-        counted = tokens if tokens > _MANY_TOKENS else 0
-        scores = job.scores if job.scores > _MANY_SCORES else 0
-        with self._scores.holding(scores, client) as job.told, self._tokens.holding(counted, client):
-            if progress.tenant is None:
-                await self._run(job, progress.arrived, call)
-            else:
-                await self._run_of(progress.tenant, job, progress.arrived, call)
+        end, budgets = self._requests.end(), self._budgets
+        with budgets.scores.holding(job.scores, client, end) as job.told, budgets.tokens.holding(tokens, client, end):
+            run = self._runner.stream if job.stream else self._runner.whole
+            usage = await self._within(
+                progress.tenant, len(job.requests), job, lambda own: run(own, progress.arrived, call)
+            )
+        if (span := current()).recording:
+            _describe_answer(span, usage)
 
     async def batch(self, call: Call, plan: Callable[[bytes], Batch], progress: Progress) -> None:
         """The same of a batch, which is answered in one piece."""
         progress.stage = "reading"
         body = await call.read()
-        progress.stage = "planning"
+        progress.stage, who = "planning", whose(call, progress.tenant)
         tokenise = current().child("tokenise")
         try:
             if len(body) <= _BRIEF_BATCH_BYTES:
-                await self._planning.room(whose(call, progress.tenant))
-                with self._planning.spending():
-                    batch = plan(body)
+                batch = await self._planning.short(who, partial(plan, body))
             else:
-                batch = await self._requests.planned(call, progress.tenant, plan, body)
+                batch = await self._planning.long(who, plan, body)
         finally:
             tokenise.end()
         del body
-        who = whose(call, progress.tenant)
         batch = replace(batch, client=who)
         call.drop(batch.prompt_tokens * _ID_BYTES, who)
         progress.stage, progress.answer_id = "generation", batch.answer_id
-        numbers = batch.numbers if batch.numbers > _MANY_NUMBERS else 0
-        tokens = batch.prompt_tokens if batch.prompt_tokens > _MANY_TOKENS else 0
-        with self._numbers.holding(numbers, who), self._tokens.holding(tokens, who):
-            await self._run_batch(batch, progress.tenant, progress.arrived, call)
-
-    async def _run_batch(self, batch: Batch, tenant: Tenant | None, arrived: float, call: Call) -> None:
-        width = min(WIDTH, len(batch.requests))
-        if tenant is None:
-            usage = await self._batches.run(batch, width, arrived, call)
-        else:
-            assert self._tenants is not None
-            width = min(width, tenant.concurrency or width)
-            with self._tenants.tenants.running(tenant, width):
-                usage = await self._batches.run(tenant.own(batch), width, arrived, call)
-            if self._tenant_metrics is not None:
-                self._tenant_metrics.used(tenant.name, usage.prompt_tokens, usage.completion_tokens)
+        end, budgets = self._requests.end(), self._budgets
+        with budgets.numbers.holding(batch.numbers, who, end), budgets.tokens.holding(batch.prompt_tokens, who, end):
+            tenant = progress.tenant
+            width = min(WIDTH, len(batch.requests), (tenant and tenant.concurrency) or WIDTH)
+            usage = await self._within(
+                tenant, width, batch, lambda own: self._batches.run(own, width, progress.arrived, call)
+            )
         if (span := current()).recording:
             span.set({"gen_ai.request.model": self._model, "gen_ai.response.id": batch.answer_id})
             _describe_answer(span, usage)
 
-    async def _run(self, job: Job, arrived: float, call: Call) -> Usage:
-        usage = await (self._runner.stream if job.stream else self._runner.whole)(job, arrived, call)
-        if (span := current()).recording:
-            _describe_answer(span, usage)
-        return usage
-
-    async def _run_of(self, tenant: Tenant, job: Job, arrived: float, call: Call) -> None:
+    async def _within(
+        self, tenant: Tenant | None, generations: int, work: _Work, run: Callable[[_Work], Awaitable[Usage]]
+    ) -> Usage:
+        """What a tenant's `work` has used, run as its own and within its limits."""
+        if tenant is None:
+            return await run(work)
         assert self._tenants is not None
-        with self._tenants.tenants.running(tenant, len(job.requests)):
-            usage = await self._run(tenant.own(job), arrived, call)
+        with self._tenants.tenants.running(tenant, generations):
+            usage = await run(tenant.own(work))
         if self._tenant_metrics is not None:
             self._tenant_metrics.used(tenant.name, usage.prompt_tokens, usage.completion_tokens)
+        return usage
 
     async def _check_structure(self, structure: Structure, param: str, who: str) -> None:
         if self._grammars is None:
             raise InvalidRequest(f"{param}: not available here", param=param)
         await self._grammars.check(structure, param, who)
 
-    async def _plan(self, call: Call, plan: Plan, body: bytes, tenant: Tenant | None) -> Job:
-        """A short body is planned here and now, unless that turns out to take long."""
-        if len(body) <= _OFF_LOOP_BYTES:
-            await self._planning.room(whose(call, tenant))
+    async def _plan(self, who: str, plan: Plan, body: bytes) -> Job:
+        """A short body is planned on the event loop, unless that turns out to take long."""
+        if len(body) <= LONG:
             try:
-                with self._planning.spending():
-                    return plan(body, briefly=True)
+                return await self._planning.short(who, partial(plan, body, briefly=True))
             except NeedsThread:
                 pass
-        return await self._requests.planned(call, tenant, plan, body)
+        return await self._planning.long(who, plan, body)
 
 
 def _describe_job(span: Span, job: Job, model: str) -> None:

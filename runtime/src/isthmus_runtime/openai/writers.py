@@ -1,11 +1,11 @@
-"""Large answers as bytes: a few at a time, in turns of clients, and each as little at a time as can be."""
+"""Answers as bytes: small ones at once, of large ones a few at a time, in turns of clients."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from ..turns import ThreadsInTurns, go_on
+from ..sharing.threads_in_turns import ThreadsInTurns, go_on
 
 _PLACES = 2
 _MOST_WAITING = 4096
@@ -18,12 +18,13 @@ class Writers:
     def __init__(self) -> None:
         self._threads = ThreadsInTurns(_PLACES, "write", _MOST_WAITING, "large answers wait to be written")
 
-    async def do(self, who: str, make: Callable[[], _M]) -> _M:
-        """What `make` makes for a client, on a thread. Raises as `ThreadsInTurns.do`."""
-        return await self._threads.do(who, lambda _: make(), None)
+    async def do(self, who: str, make: Callable[[], _M], *, large: bool) -> _M:
+        """What `make` makes for a client: here and now, or, what is large (10 ms of work), on a thread. Raises as
+        `ThreadsInTurns.do`."""
+        return await self._threads.do(who, lambda _: make(), None) if large else make()
 
-    async def joined(self, who: str, pieces: Callable[[], Iterable[bytes]]) -> bytes:
-        """The pieces as one; others may have a turn between two. Raises as `do`."""
+    async def joined(self, who: str, pieces: Callable[[], Iterable[bytes]], *, large: bool) -> bytes:
+        """The pieces as one; of what is large others may have a turn between two. Raises as `do`."""
 
         def make() -> bytes:
             parts = []
@@ -32,4 +33,4 @@ class Writers:
                 go_on()
             return b"".join(parts)
 
-        return await self.do(who, make)
+        return await self.do(who, make, large=large)

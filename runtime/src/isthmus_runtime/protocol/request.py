@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64decode, b64encode
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
@@ -93,7 +94,13 @@ _AND_ALLOWED: Any = {**_ROUTERS_OWN, "sampling": {"allowed_token_ids"}}
 
 
 def request_json(request: GenerateRequest) -> bytes:
-    """`WireRequest.of(request)` as JSON, at half the cost: both have the same fields.
+    """`request_parts` as one."""
+    return b"".join(request_parts(request))
+
+
+def request_parts(request: GenerateRequest) -> Sequence[bytes]:
+    """`WireRequest.of(request)` as JSON, at half the cost: both have the same fields. Ids that came as JSON are a part
+    by themselves, which all choices of a prompt share.
 
     What has its default is left out. During a rollout routers call engines of an older version, which refuse a field
     that they do not know: only requests that use a new one must fail there. So no default may change between versions.
@@ -101,13 +108,11 @@ def request_json(request: GenerateRequest) -> bytes:
     allowed, ids = _allowed(request), request.prompt_token_ids
     if not allowed and isinstance(ids, WrittenIds):
         rest = _REQUEST.to_json(request, exclude_defaults=True, exclude=_AND_IDS)
-        return b'{"prompt_token_ids":%b,%b' % (ids.json, rest[1:])
+        return b'{"prompt_token_ids":', ids.json, b",%b" % rest[1:]
     if not allowed:
-        return _REQUEST.to_json(request, exclude_defaults=True, exclude=_ROUTERS_OWN)
-    return b'%b,"allowed":"%b"}' % (
-        _REQUEST.to_json(request, exclude_defaults=True, exclude=_AND_ALLOWED)[:-1],
-        allowed.encode(),
-    )
+        return (_REQUEST.to_json(request, exclude_defaults=True, exclude=_ROUTERS_OWN),)
+    rest = _REQUEST.to_json(request, exclude_defaults=True, exclude=_AND_ALLOWED)
+    return rest[:-1], b',"allowed":"%b"}' % allowed.encode()
 
 
 def _allowed(request: GenerateRequest) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from urllib.parse import urlsplit
 
 from ..errors import Cancelled, DeadlineExceeded, EngineFailed, Overloaded, RequestError
@@ -47,7 +47,7 @@ class Attempt:
     def __init__(
         self,
         request: GenerateRequest,
-        body: bytes,
+        body: Sequence[bytes],
         choice: Choice,
         facts: Facts,
         *,
@@ -59,8 +59,9 @@ class Attempt:
         metrics: RouterMetrics | None,
         early: bool = False,
     ) -> None:
-        """`body`: the request as JSON. `deadline`: on the event loop's clock. `other_prefill(url)`: whether the
-        request could be paired without that prefill engine. `early`: prefill begins before decode has reserved."""
+        """`body`: the request as JSON, in parts, held until both legs have it. `deadline`: on the event loop's clock.
+        `other_prefill(url)`: whether the request could be paired without that prefill engine. `early`: prefill begins
+        before decode has reserved."""
         self._request = request
         self._body = body
         self._choice = choice
@@ -100,7 +101,6 @@ class Attempt:
                 url,
                 request.request_id,
                 attempt,
-                body,
                 self._headers,
                 tokens=facts.missing(url, facts.prompt_tokens),
                 pool=pool,
@@ -145,6 +145,7 @@ class Attempt:
                 raise TryElsewhere(located, decode.url) from error
             raise located from error
         self._delivered = True
+        self._body = ()  # decode has computed the prompt
         prefill = self._prefill
         if line.note == "transferred" and prefill is not None and (answer := prefill.answer) is not None:
             # Nobody computed these tokens. Decode's own hits are a prefix of the same prompt: the longer one counts.
@@ -191,13 +192,15 @@ class Attempt:
         self._cancel_prefill()
         self._decode.close()
 
-    def _call(self) -> bytes:
+    def _call(self) -> Sequence[bytes]:
         """The body of the call to decode."""
-        prefill = self._choice.prefill
+        prefill, body = self._choice.prefill, self._body
+        if prefill is None or self._early:
+            self._body = ()  # prefill needs none, or has it
         pairing = f',"local_attempt":"{self._attempt}"'
         if prefill is not None:
             pairing = f',"attempt":"{self._attempt}","prefill_url":"{prefill.url}","prefill_epoch":"{prefill.epoch}"'
-        return b'{"request":%b%b}' % (self._body, pairing.encode())
+        return b'{"request":', *body, b"%b}" % pairing.encode()
 
     def _expire(self) -> None:
         stage = "decode" if self._prefill_task is None or self._prefill_task.done() else "prefill"
@@ -219,7 +222,10 @@ class Attempt:
 
     def _run(self, ticket: Ticket | None) -> None:
         assert self._prefill is not None
-        self._prefill_task = asyncio.create_task(self._run_prefill(self._prefill, ticket))
+        body = self._body
+        if ticket is not None:
+            self._body = ()  # decode has it
+        self._prefill_task = asyncio.create_task(self._run_prefill(self._prefill, body, ticket))
         self._prefill_task.add_done_callback(self._prefill_ended)
 
     def _cancel_prefill(self) -> None:
@@ -262,11 +268,11 @@ class Attempt:
             _log.error("the prefill leg of %s broke", self._request.request_id, exc_info=error)
             self._decode.interrupt(EngineFailed("internal error; the router's log has the details", stage="prefill"))
 
-    async def _run_prefill(self, prefill: PrefillLeg, ticket: Ticket | None) -> None:
+    async def _run_prefill(self, prefill: PrefillLeg, body: Sequence[bytes], ticket: Ticket | None) -> None:
         """Run the leg, and tell decode what became of it."""
         error: RequestError | None = None
         try:
-            await prefill.run(ticket, self._tell_first)
+            await prefill.run(body, ticket, self._tell_first)
         except RequestError as failure:
             error = failure.located("prefill", self._attempt)
             self._count("prefill", error)

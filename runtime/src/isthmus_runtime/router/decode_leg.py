@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from ..errors import EngineFailed, EngineLost, is_panic
@@ -63,7 +63,7 @@ class DecodeLeg:
         self._gone = False
         self._hold = pool.hold(url, tokens, self._lost)
 
-    async def open(self, body: bytes, headers: bytes) -> None:
+    async def open(self, body: Sequence[bytes], headers: bytes) -> None:
         """Send the call; returns when it is accepted. Raises RequestError, or what `interrupt` was given."""
         url = self.url
         try:
@@ -73,7 +73,9 @@ class DecodeLeg:
                 raise self._failure
             self._response = response  # from here on `interrupt` ends every wait by closing it
             self.unsent = False
-            await self._links.send(response, url, "/internal/generate", body, headers)
+            self._links.ask(response, url, "/internal/generate", body, headers)
+            del body  # maybe megabytes, which would wait for the first token, in each choice of a request
+            await response.answered()
             if response.status == 200:
                 return
             raw = await response.read()

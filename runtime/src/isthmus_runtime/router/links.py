@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import aiohttp
@@ -65,9 +65,10 @@ class Links:
         self._wire = Wire(None if credentials is None else credentials.authorization)
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def open(self, url: str, path: str, body: bytes, more: bytes = b"") -> Exchange:
-        """POST and return at the answer's head. `more`: header lines. Raises one of LOST."""
-        return await self._wire.post(url, path, body, more)
+    def open(self, url: str, path: str, body: Sequence[bytes], more: bytes = b"") -> Coroutine[Any, Any, Exchange]:
+        """POST and return at the answer's head. `more`: header lines. Raises one of LOST. The body is let go of as soon
+        as it is sent."""
+        return self._wire.post(url, path, body, more)
 
     def idle(self, url: str) -> Exchange | None:
         """A connection that is there already."""
@@ -77,9 +78,9 @@ class Links:
         """A new connection. Raises one of LOST."""
         return await self._wire.connect(url)
 
-    async def send(self, exchange: Exchange, url: str, path: str, body: bytes, more: bytes = b"") -> None:
-        """POST on a connection of the caller, who closes it; returns at the answer's head. Raises one of LOST."""
-        await self._wire.send(exchange, url, path, body, more)
+    def ask(self, exchange: Exchange, url: str, path: str, body: Sequence[bytes], more: bytes = b"") -> None:
+        """POST on a connection of the caller, who waits until it has `answered` and closes it."""
+        self._wire.ask(exchange, url, path, body, more)
 
     async def commit(self, url: str, call: CommitCall) -> None:
         """Tell decode about its prefill leg. Raises one of LOST, or RequestError when decode does not accept it."""
@@ -134,7 +135,7 @@ class Links:
     ) -> tuple[int, bytes]:
         """Status and body of a call that an engine answers within `timeout_s`."""
         async with Patience(timeout_s):
-            exchange = await self._wire.post(url, path, call.model_dump_json(exclude_none=True).encode())
+            exchange = await self._wire.post(url, path, (call.model_dump_json(exclude_none=True).encode(),))
             try:
                 return exchange.status, await exchange.read()
             finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..errors import EngineFailed, Overloaded
 from ..protocol.calls import PrefillAnswer, TicketCall
@@ -28,21 +28,19 @@ class PrefillLeg:
         url: str,
         request_id: str,
         attempt: str,
-        body: bytes,
         headers: bytes,
         *,
         tokens: int,
         pool: EnginePool,
         links: Links,
     ) -> None:
-        """`body`: the request as JSON. `tokens`: what it counts for in the engine's load, from now on, so that the next
-        choice sees the work that is on its way there."""
+        """`tokens`: what it counts for in the engine's load, from now on, so that the next choice sees the work that is
+        on its way there."""
         self._request_id = request_id
         self.url = url
         self.answer: PrefillAnswer | None = None
         """What the engine said when everything was sent; it comes before decode may start."""
         self._attempt = attempt
-        self._body = body
         self._headers = headers
         self._pool = pool
         self._links = links
@@ -54,19 +52,19 @@ class PrefillLeg:
         self._timer: asyncio.Timeout | None = None
         self._hold = pool.hold(url, tokens, self._lost)
 
-    async def run(self, ticket: Ticket | None, tell: Tell) -> None:
-        """Have the prompt computed and its KV sent; without a ticket it begins now, and is sent when `give` brings it.
-        Then `tell` gets the first token. Raises RequestError."""
+    async def run(self, body: Sequence[bytes], ticket: Ticket | None, tell: Tell) -> None:
+        """Have the prompt of a request, `body` as JSON, computed and its KV sent; without a ticket it begins now, and
+        is sent when `give` brings it. Then `tell` gets the first token. Raises RequestError."""
         try:
             try:
-                await self._ask(ticket, tell)
+                await self._ask(body, ticket, tell)
             except Overloaded:
                 if ticket is not None or self._told:
                     raise
                 # It waits for decode no longer. Decode may take its time; then prefill is asked as if for the first
                 # time.
                 await self.reserved()
-                await self._ask(self._ticket, tell)
+                await self._ask(body, self._ticket, tell)
         finally:
             self._hold.release()
 
@@ -85,19 +83,20 @@ class PrefillLeg:
 
     # --------------------------------------------------------------------------------------------------- internals
 
-    async def _ask(self, ticket: Ticket | None, tell: Tell) -> None:
+    async def _ask(self, body: Sequence[bytes], ticket: Ticket | None, tell: Tell) -> None:
         url = self.url
         legs = f',"attempt":"{self._attempt}"'
         if ticket is not None:
             legs += f',"ticket":{ticket.model_dump_json()}'
-        body = b'{"request":%b%b}' % (self._body, legs.encode())
         early: PrefillAnswer | None = None
         # The request's own deadline ends this leg with the other one, when the attempt is closed.
         timer = asyncio.timeout(0 if self._hold.lost else None)
         try:
             async with timer:
                 self._timer = timer
-                response = await self._links.open(url, "/internal/prefill", body, self._headers)
+                response = await self._links.open(
+                    url, "/internal/prefill", (b'{"request":', *body, b"%b}" % legs.encode()), self._headers
+                )
                 try:
                     if ticket is None and response.status == 200:
                         early = await self._early_answer(response, tell)

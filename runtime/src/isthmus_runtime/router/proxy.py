@@ -12,7 +12,7 @@ from ..config import RouterConfig
 from ..errors import InvalidRequest, Overloaded, RequestError
 from ..interfaces.backend import Take
 from ..metrics import RouterMetrics
-from ..protocol.request import may_begin_early, request_json
+from ..protocol.request import may_begin_early, request_parts
 from ..request import GenerateRequest, ServedTask, TokenChunk
 from ..tokenising import Tokenising
 from .attempt import Attempt, TryElsewhere
@@ -30,6 +30,8 @@ _GAP_S = 10.0
 stopped the last of the old before the first of the new is ready."""
 _GROUPS = 4096
 """Prompts with several choices whose engine is remembered: the choices after the first follow it at once."""
+_GROUPS_HASHED = 16
+"""Of these, those whose prompt's hashes are remembered: 36 bytes for each block."""
 _OFF_LOOP_TOKENS = 8192
 """Longer prompts are hashed in a thread (about 0.1 ms per thousand tokens)."""
 _TEXT_REFUSED = ("prompt", "request.prompt")
@@ -82,6 +84,8 @@ class RouterBackend:
         self._turn = 0
         self._holders: OrderedDict[str, str] = OrderedDict()
         """Group of requests with one prompt -> the engine that has its KV."""
+        self._hashed: OrderedDict[str, Mapping[int, Sequence[int]]] = OrderedDict()
+        """The newest such groups -> hashes of the prompt."""
         self._able: Fleet | None = None
         """The last fleet that `ready` found able to serve."""
         self._text: tuple[Fleet | None, bool] = None, False
@@ -219,7 +223,6 @@ class RouterBackend:
         """The same. Raises NeedsIds where the engine that it goes to does not take its prompt as text."""
         loop = asyncio.get_running_loop()
         patience = loop.time() + min(self._gap_s, request.timeout_s)
-        body = request_json(request)
         hashes: Mapping[int, Sequence[int]] = {} if self._prefixes is None else await self._hashes(request)
         self._turn += 1
         excluded: frozenset[str] = frozenset()
@@ -242,7 +245,7 @@ class RouterBackend:
                         self._prefixes.sent(engine, hashes.get(engine.block_size, ()))
             attempt = Attempt(
                 request,
-                body,
+                request_parts(request),
                 choice,
                 facts,
                 attempt=self._new_attempt(),
@@ -311,7 +314,10 @@ class RouterBackend:
         return isinstance(choice, Choice) and choice.prefill is not None
 
     async def _hashes(self, request: GenerateRequest) -> Mapping[int, Sequence[int]]:
-        """The prompt's block hashes by block size, for the policies that ask for them."""
+        """The prompt's block hashes by block size, for the policies that ask for them; once for all its choices."""
+        group = self._hashed.get(request.prompt_group)
+        if group is not None:
+            return group
         fleet = self._pool.fleet
         found: dict[int, Sequence[int]] = {}
         for size in {e.block_size for e in (*fleet.prefill, *fleet.decode)} - {0}:
@@ -319,6 +325,10 @@ class RouterBackend:
                 found[size] = await asyncio.to_thread(prompt_hashes, request, size)
             else:
                 found[size] = prompt_hashes(request, size)
+        if request.prompt_group:
+            self._hashed[request.prompt_group] = found
+            if len(self._hashed) > _GROUPS_HASHED:
+                self._hashed.popitem(last=False)
         return found
 
     def _facts(

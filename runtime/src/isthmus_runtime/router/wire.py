@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -27,8 +27,11 @@ _PROBES = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3, "TCP_USER_TI
 """A connection can vanish without a word while its engine answers others: a middlebox forgot it, or its end was lost
 on the way. The kernel finds out in about 5 s; a stream that waits for tokens would only at the request's deadline."""
 _MAX_HEAD = 64 << 10
-_HIGH_WATER = 256 << 10
-"""Bytes held for a reader that is slower than the engine before the socket is left unread."""
+_LARGE = 1 << 16
+"""Bytes of a body that is not copied to be sent."""
+_HIGH_WATER = 64 << 10
+"""Bytes held for a reader that is slower than the engine before the socket is left unread, and of the kernel's for it:
+a client that reads nothing has as many connections here as choices, which no book counts."""
 
 
 class BadAnswer(ConnectionError):
@@ -53,7 +56,8 @@ class Exchange(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None
         self._arrived: Callable[[], None] | None = None
         self._error: OSError | None = None
-        self._parser = HttpResponseParser(self)
+        self._parser: HttpResponseParser | None = HttpResponseParser(self)
+        """Refers back to this: let go of with the connection, or what was not read would wait for the collector."""
         self._unread = 0
         """Bytes of which the parser has made neither a head nor a part of a body."""
         self._framed = False
@@ -65,21 +69,31 @@ class Exchange(asyncio.Protocol):
 
     # -------------------------------------------------------------------------------------------------------- caller
 
-    def probe(self) -> None:
-        """Let the kernel look after the connection while nothing comes."""
+    def set_up(self) -> None:
+        """Let the kernel look after the connection while nothing comes, and hold little of what does."""
         sock = None if self._transport is None else self._transport.get_extra_info("socket")
         if sock is None:
             return
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _HIGH_WATER)
         for name, value in _PROBES.items():
             if (option := getattr(socket, name, None)) is not None:
                 sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
-    async def call(self, head: bytes, body: bytes) -> None:
-        """Send a request and wait for the head of its answer. Raises OSError."""
+    def ask(self, head: bytes, body: Sequence[bytes]) -> None:
+        """Send a request, with the parts of its body: while large ones wait to be sent, calls with the same part have
+        it once."""
         assert self._ended and self._transport is not None
         self.status, self._ended = 0, False
-        self._transport.write(b"%b%d\r\n\r\n%b" % (head, len(body), body))
+        size = sum(map(len, body))
+        parts = b"%b%d\r\n\r\n" % (head, size), *body
+        if size > _LARGE:
+            self._transport.writelines(parts)
+        else:
+            self._transport.write(b"".join(parts))
+
+    async def answered(self) -> None:
+        """Wait for the head of the answer. Raises OSError."""
         while not self.status:
             await self._wait()
 
@@ -146,14 +160,16 @@ class Exchange(asyncio.Protocol):
         self.usable = True
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._transport = None
+        self._transport = self._parser = None
         self.usable = False
         self._fail(exc if isinstance(exc, OSError) else ConnectionResetError("the peer closed the connection"))
 
     def data_received(self, data: bytes) -> None:
+        parser = self._parser
+        assert parser is not None  # the connection is there
         self._unread += len(data)
         try:
-            self._parser.feed_data(data)
+            parser.feed_data(data)
             if self._unread > _MAX_HEAD:
                 raise BadAnswer(f"{self._unread} bytes arrived that are neither a head nor part of a body")
         except (HttpParserError, BadAnswer) as e:
@@ -182,10 +198,12 @@ class Exchange(asyncio.Protocol):
         self._framed = self._framed or name.lower() in (b"content-length", b"transfer-encoding")
 
     def on_headers_complete(self) -> None:
-        if self._parser.get_http_version() != "1.1" or not self._framed:
+        parser = self._parser
+        assert parser is not None
+        if parser.get_http_version() != "1.1" or not self._framed:
             raise BadAnswer("the answer is not HTTP/1.1 with chunks or a Content-Length")
-        self.status = self._parser.get_status_code()
-        self.usable = self._parser.should_keep_alive()
+        self.status = parser.get_status_code()
+        self.usable = parser.should_keep_alive()
         self._unread = 0
 
     def on_body(self, body: bytes) -> None:
@@ -255,21 +273,23 @@ class Wire:
         self._idle: dict[str, deque[Exchange]] = {}
         self._heads: dict[tuple[str, str], bytes] = {}
 
-    async def post(self, url: str, path: str, body: bytes, more: bytes = b"") -> Exchange:
+    async def post(self, url: str, path: str, body: Sequence[bytes], more: bytes = b"") -> Exchange:
         """POST JSON and return at the answer's head. Raises OSError; a cancelled call leaves no connection behind.
 
         `more`: further header lines, each ended by CRLF.
         """
         exchange = self.idle(url) or await self.connect(url)
         try:
-            await self.send(exchange, url, path, body, more)
+            self.ask(exchange, url, path, body, more)
+            del body  # maybe megabytes, which would wait for the answer
+            await exchange.answered()
         except BaseException:
             exchange.close()
             raise
         return exchange
 
-    async def send(self, exchange: Exchange, url: str, path: str, body: bytes, more: bytes = b"") -> None:
-        """POST JSON on a connection and return at the answer's head. Raises OSError."""
+    def ask(self, exchange: Exchange, url: str, path: str, body: Sequence[bytes], more: bytes = b"") -> None:
+        """POST JSON on a connection, whose `answered` waits for the answer's head."""
         head = self._heads.get((url, path))
         if head is None:
             head = self._heads[url, path] = (
@@ -277,7 +297,7 @@ class Wire:
             ).encode()
         shown = "" if self._authorization is None else self._authorization()
         proof = b"Authorization: %b\r\n" % shown.encode() if shown else b""
-        await exchange.call(b"%b%b%bContent-Length: " % (head, proof, more), body)
+        exchange.ask(b"%b%b%bContent-Length: " % (head, proof, more), body)
 
     def forget(self, url: str) -> None:
         """The engine is no longer in the fleet: close its idle connections."""
@@ -313,5 +333,5 @@ class Wire:
                 )
         except TimeoutError as e:
             raise TimeoutError(f"no connection within {CONNECT_TIMEOUT_S:g} s") from e
-        exchange.probe()
+        exchange.set_up()
         return exchange

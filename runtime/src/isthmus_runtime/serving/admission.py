@@ -76,8 +76,9 @@ class BodyBudget(Generic[_C]):
     """Bounds the bytes of all bodies that arrive or are not planned yet. What is kept of them afterwards, its handler
     counts.
 
-    Where there are more, the largest one that is not here whole gives way: who sends little is served beside those who
-    send much, or who never finish. Of one address all together may have three quarters, however whole they are.
+    Where there are more, one that is not here whole gives way, the largest of the address that has most: who sends
+    little is served beside those who send much, or who never finish. Of one address all together may have three
+    quarters, however whole they are.
     """
 
     def __init__(self, most: int) -> None:
@@ -113,9 +114,11 @@ class BodyBudget(Generic[_C]):
             candidates = {one for one in self._arriving if self._addresses.get(one) in self._greedy}
         if not candidates:
             return None
-        largest = max(candidates, key=self._held.__getitem__)
-        self.release(largest)
-        return largest
+        address_of = self._addresses.get
+        most = max(set(map(address_of, candidates)), key=lambda address: self._of.get(address or "", 0))
+        leaver = max((one for one in candidates if address_of(one) == most), key=self._held.__getitem__)
+        self.release(leaver)
+        return leaver
 
     def of(self, holder: _C) -> int:
         """Bytes that are counted for it."""

@@ -5,21 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 from uvicorn.server import ServerState
 
 from ..errors import Overloaded
+from ..sharing.giving_way import Held, who_gives_way
 from .admission import BodyBudget, Connections
 from .in_flight import InFlight
 from .limits import Limits
 from .memory import MemoryGuard
-from .pressure import Held, who_gives_way
 
 _log = logging.getLogger(__name__)
 
 _LEAST_OF_BODIES = 1 << 20
 """Bytes that bodies may always take together."""
+_MOST_AT_ONCE = 8
+"""One of so many requests at a time, where many that hold little would have to end: what is known of them need not be
+what takes the memory."""
 _LOOKS = 16
 """What is unread is summed up after each so-manieth part of its bound that was written and not read at once."""
 
@@ -37,8 +40,12 @@ class Connection(Protocol):
     def may_end(self) -> bool:
         """Whether there is a request that can end, or an answer that nobody reads."""
 
-    def held(self, beside: Mapping[object, int]) -> Held[Any]:
-        """What is known of what its request takes. `beside`: what others than the port count, by task."""
+    @property
+    def who(self) -> str:
+        """Whose it is: a tenant's, where its request has told that, or an address."""
+
+    def held(self, beside: Mapping[object, int]) -> int:
+        """Bytes that its request is known to take. `beside`: what others than the port count, by task."""
 
     def give_way(self, error: Overloaded) -> None:
         """Make room for others."""
@@ -84,21 +91,15 @@ class PortState(ServerState):
             self.bound_unread()
 
     def bound_unread(self) -> None:
-        """End the connections with most that is unread until the rest is within its bound: a handler that has answered
-        is gone, and whoever reads nothing would keep answers here as long as he likes."""
+        """End connections whose clients have most unread until the rest is within its bound: a handler that has
+        answered is gone, and whoever reads nothing would keep answers here as long as he likes."""
         self._written = 0
-        held = [(c.unread, c) for c in self._all if c.unread]
-        left = sum(size for size, _ in held)
-        if left <= (most := self.limits.max_unread):
-            return
-        ended = 0
-        for size, connection in sorted(held, key=lambda one: -one[0]):
-            if left <= most:
-                break
-            connection.transport.abort()
-            left -= size
-            ended += 1
-        _log.warning("ended %d connections whose clients had most unread: more than %d bytes in all", ended, most)
+        held = [Held(one.who, one.unread, one) for one in self._all if one.unread]
+        most = self.limits.max_unread
+        if ended := who_gives_way(held, sum(one.size for one in held) - most):
+            _log.warning("ended %d connections whose clients had most unread: more than %d bytes", len(ended), most)
+        for one in ended:
+            one.what.transport.abort()
 
     def relieve(self) -> None:
         """Look at the memory of the process, and end requests of which most comes back where that has to be."""
@@ -108,9 +109,9 @@ class PortState(ServerState):
             self.memory.look(idle=not works and not any(one.unread for one in self._all))
         if self.memory.may_end():
             beside = self.memory.beside()
-            held = [one.held(beside) for one in self._all if one.may_end]
-            for one in who_gives_way(held, self.memory.excess):
-                one.request.end(self.memory.ended(one.size))
+            held = [Held(one.who, one.held(beside), one) for one in self._all if one.may_end]
+            for one in who_gives_way(held, self.memory.excess, _MOST_AT_ONCE):
+                one.what.end(self.memory.ended(one.size))
 
     @property
     def _all(self) -> set[Connection]:

@@ -1,4 +1,4 @@
-"""How near a process is to the limit of its memory, and who gives way then. Pure: time is an argument.
+"""How near a process is to the limit of its memory, and what is still taken then. Pure: time is an argument.
 
 What requests may take is what was left when the process had started: weights, a KV pool and libraries are no reason to
 refuse anybody, however little they leave (docs/adr/0053).
@@ -6,12 +6,8 @@ refuse anybody, however little they leave (docs/adr/0053).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from enum import IntEnum
-from heapq import heapify, heappop, heapreplace
-from typing import Generic, NamedTuple, TypeVar
-
-_R = TypeVar("_R")
+from typing import NamedTuple
 
 TIGHT_FROM, CRITICAL_FROM = 0.80, 0.90
 """Shares of what requests may take. Of a router's usual 1 GiB they are some 160 and 80 MiB before the end: what the
@@ -25,9 +21,6 @@ _REST = 4 * USUAL
 """Of what is free at the start, so much or a sixteenth is for requests, whatever else is promised."""
 STEP_S = 0.5
 """Between two times that requests are ended: for their tasks to end and for their memory to come back."""
-_MOST_AT_ONCE = 8
-"""One of so many requests at a time, where many that hold little would have to end: what is known of them need not be
-what takes the memory."""
 
 
 class Level(IntEnum):
@@ -48,15 +41,6 @@ class Use(NamedTuple):
     used: int
     """What all have that share the limit, this process among them."""
     limit: int
-
-
-class Held(NamedTuple, Generic[_R]):
-    """What a request is known to hold."""
-
-    client: str
-    size: int
-    """Bytes."""
-    request: _R
 
 
 class Pressure:
@@ -113,27 +97,3 @@ class Pressure:
         if share >= CRITICAL_FROM:
             return Level.CRITICAL
         return Level.TIGHT if share >= TIGHT_FROM else Level.CALM
-
-
-def who_gives_way(held: Iterable[Held[_R]], excess: int) -> list[Held[_R]]:
-    """Requests that end, so that `excess` bytes come back: the largest of the client that has most, then again. One at
-    least, where there is one, and of many a part at most."""
-    of_client: dict[str, list[Held[_R]]] = {}
-    for one in held:
-        of_client.setdefault(one.client, []).append(one)
-    for theirs in of_client.values():
-        theirs.sort(key=lambda one: one.size)
-    left = [(-sum(one.size for one in theirs), client) for client, theirs in of_client.items()]
-    heapify(left)
-    most = max(1, sum(map(len, of_client.values())) // _MOST_AT_ONCE)
-    chosen: list[Held[_R]] = []
-    while left and len(chosen) < most and (not chosen or excess > 0):
-        size, client = left[0]
-        one = of_client[client].pop()
-        chosen.append(one)
-        excess -= one.size
-        if of_client[client]:
-            heapreplace(left, (size + one.size, client))
-        else:
-            heappop(left)
-    return chosen

@@ -28,7 +28,6 @@ from .heads import read_head, size_of
 from .limits import ACCOUNT, HeadTooLarge, TooSlow
 from .memory import LARGE_BODY
 from .port import Connection, PortState
-from .pressure import Held
 from .writing import Flow, Opening, whole_answer
 
 _log = logging.getLogger(__name__)
@@ -329,11 +328,15 @@ class Protocol(HttpToolsProtocol):
             return True
         return self._running is None and self.unread > 0
 
-    def held(self, beside: Mapping[object, int]) -> Held[Protocol]:
-        """What is known of what its request takes. `beside`: what others than the port count, by task."""
-        task, who, of_it = (None, "", 0) if (one := self._answering) is None else (one.task, one.who, one.beside)
-        size = self.server_state.bodies.of(self) + self.unread + of_it + beside.get(task, 0)
-        return Held(who or self._address, size, self)
+    @property
+    def who(self) -> str:
+        """As of `Connection`."""
+        return ("" if self._answering is None else self._answering.who) or self._address
+
+    def held(self, beside: Mapping[object, int]) -> int:
+        """As of `Connection`."""
+        task, of_it = (None, 0) if (one := self._answering) is None else (one.task, one.beside)
+        return self.server_state.bodies.of(self) + self.unread + of_it + beside.get(task, 0)
 
     def end(self, error: Overloaded) -> None:
         """End what `may_end`, so that its memory comes back: with `error`, where it can still be told."""

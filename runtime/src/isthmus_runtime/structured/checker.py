@@ -26,7 +26,7 @@ from typing import ClassVar
 
 from ..errors import InvalidRequest, Overloaded
 from ..request import Structure
-from ..turns import Turns
+from ..sharing.turns import Turns
 from .compiled import MAX_TEXT, check_size, memory_of
 from .grammars import Grammars
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+from .circle import Circle
 
 MOST_S = 0.02
 """Of a turn. A thousand requests that arrive together would else be planned in one, and all wait for the last."""
@@ -24,21 +25,16 @@ class LoopShare:
         """What a piece takes, of late."""
         self._ends = False
         """The present turn is known to end."""
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-        """By client, the next one first."""
-        self._called: deque[asyncio.Future[None]] = deque()
+        self._waiting = Circle()
+        self._called = Circle()
         """Before them: those whose turn it was, and for whom others before them in it left no room."""
 
     async def room(self, who: str = "") -> None:
         """Return in a turn that has room for a piece of client `who`. Usually that is this one."""
-        loop = asyncio.get_running_loop()
         if self._waiting or self._called or self._spent_s >= self._most_s:
-            future = loop.create_future()
-            self._waiting.setdefault(who, deque()).append(future)
-            await future
+            await self._waiting.add(who)
             while self._spent_s >= self._most_s:  # they took longer than such pieces did until now
-                self._called.append(future := loop.create_future())
-                await future
+                await self._called.add(who)
 
     @contextmanager
     def spending(self) -> Iterator[None]:
@@ -60,20 +56,8 @@ class LoopShare:
     def _next_turn(self) -> None:
         self._spent_s, self._ends = 0.0, False
         left = self._most_s
-        while left > 0 and (future := self._next()) is not None:
-            if not future.done():  # it has not left
-                future.set_result(None)
+        for circle in (self._called, self._waiting):
+            while left > 0 and circle.give() is not None:
                 left -= max(self._usual_s, self._most_s / 100)
         if self._waiting or self._called:
             self._end_turn()
-
-    def _next(self) -> asyncio.Future[None] | None:
-        if self._called:
-            return self._called.popleft()
-        if not self._waiting:
-            return None
-        who, queue = self._waiting.popitem(last=False)
-        future = queue.popleft()
-        if queue:
-            self._waiting[who] = queue
-        return future

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus_runtime import turns as turns_module
 from isthmus_runtime.errors import Cancelled, InvalidRequest, Overloaded
-from isthmus_runtime.turns import ThreadsInTurns, Turns, _Task, go_on
+from isthmus_runtime.sharing import threads_in_turns as turns_module
+from isthmus_runtime.sharing.threads_in_turns import ThreadsInTurns, _Task, go_on
+from isthmus_runtime.sharing.turns import Turns
 
 
 async def take(turns: Turns, who: str, order: list[str]) -> None:

@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter
 from contextlib import suppress
 
-from isthmus_runtime.loop_share import LoopShare
+from isthmus_runtime.sharing.loop_share import LoopShare
 
 
 def test_a_turn_has_no_more_of_it_than_its_share_and_one_piece():

@@ -1,4 +1,4 @@
-"""Whose turn it is at something that serves few at a time: clients in a circle, and each client's own in order."""
+"""Threads that work for clients in turn, a bounded time for each: what is long is paused where others wait."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import asyncio
 import logging
 import threading
 import time
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from .errors import Cancelled, InvalidRequest, Overloaded, RequestError, unforeseen
-from .threads import running_pool
+from ..errors import Cancelled, InvalidRequest, Overloaded, RequestError, unforeseen
+from ..threads import running_pool
+from .turns import Turns
 
 _log = logging.getLogger(__name__)
 MOST_WORK_S = 60.0
@@ -31,155 +31,6 @@ _LOOK_S = 1.0
 _ANY = 1 << 30
 _A = TypeVar("_A")
 _M = TypeVar("_M")
-
-
-class _Circle:
-    """Who waits: clients in a circle, and each client's own in order."""
-
-    def __init__(self) -> None:
-        self._queues: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-        """By client, the next one first."""
-
-    def __len__(self) -> int:
-        return sum(map(len, self._queues.values()))
-
-    def others(self, who: str) -> bool:
-        """Whether somebody but client `who` waits. From any thread."""
-        return len(self._queues) > (who in self._queues)
-
-    def add(self, who: str) -> asyncio.Future[None]:
-        """What the client then waits for."""
-        future = asyncio.get_running_loop().create_future()
-        self._queues.setdefault(who, deque()).append(future)
-        return future
-
-    def forget(self, who: str, future: asyncio.Future[None]) -> None:
-        """It has left, or been refused."""
-        queue = self._queues.get(who, deque())
-        if future in queue:
-            queue.remove(future)
-        if not queue:
-            self._queues.pop(who, None)
-
-    def make_room(self, who: str, error: RequestError) -> None:
-        """End the last of the client that has most, or raise `error` where that would be `who`."""
-        longest = max(self._queues, key=lambda name: len(self._queues[name]))
-        if len(self._queues[longest]) < len(self._queues.get(who, ())) + 2:
-            raise error
-        leaver = self._queues[longest].pop()
-        if not leaver.done():  # it may have left by itself a moment ago
-            leaver.set_exception(error)
-
-    def give(self, may: Callable[[str], bool]) -> str | None:
-        """The client that has the next turn, of those who `may`."""
-        for who in [name for name in self._queues if may(name)]:
-            queue = self._queues[who]
-            while queue:
-                future = queue.popleft()
-                if future.done():
-                    continue
-                if queue:
-                    self._queues.move_to_end(who)
-                else:
-                    del self._queues[who]
-                future.set_result(None)
-                return who
-            del self._queues[who]
-        return None
-
-
-class Turns:
-    """A lock, or a few of them, that nobody gets more of by asking more often. Belongs to one event loop."""
-
-    def __init__(
-        self,
-        most: int,
-        what: str,
-        places: int = 1,
-        *,
-        each: int = 0,
-        one_by_one: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """`most`: how many may wait. `what` they wait for, in the refusal of others. `places`: how many have a turn at
-        a time; of several, one client never has all, or only `each`. `one_by_one`: whether there is one place now,
-        whatever `places` says."""
-        self._each = each
-        self._one_by_one = one_by_one
-        self._most = most
-        self._what = what
-        self._places = places
-        self._having: Counter[str] = Counter()
-        """Turns that clients have now."""
-        self._first, self._again = _Circle(), _Circle()
-        self._going_on = 0
-        """Turns had now by who had one before."""
-        self._went_on = False
-        """The last turn that was given was such a one."""
-
-    @asynccontextmanager
-    async def turn(self, who: str) -> AsyncIterator[None]:
-        """Wait for a turn of client `who`, and have it for the block. Overloaded as of `take`."""
-        await self.take(who)
-        try:
-            yield
-        finally:
-            self.give_back(who)
-
-    async def take(self, who: str, *, again: bool = False) -> None:
-        """Wait for a turn of client `who`, and have it until `give_back`. `again`: to go on with what had a turn
-        before; of several places one is for those, and in the others they come after all who have not begun.
-
-        Overloaded (429) when too many wait; also later, for the last of the client that has most of them waiting, to
-        make room for another client. Not `again`.
-        """
-        if self._may(who):
-            self._give(who, again)
-            return
-        circle = self._again if again else self._first
-        if not again and len(circle) >= self._most:
-            circle.make_room(who, Overloaded(f"{len(circle)} {self._what}; retry later", status=429))
-        future = circle.add(who)
-        try:
-            await future
-        except asyncio.CancelledError:
-            if future.cancelled() or future.exception():
-                circle.forget(who, future)
-            else:
-                self.give_back(who, again=again)  # it was given the turn, and has left
-            raise
-
-    def give_back(self, who: str, *, again: bool = False) -> None:
-        """A turn of client `who`, taken as `again` says, is over: the next one begins."""
-        self._going_on -= again
-        self._having[who] -= 1
-        if not self._having[who]:
-            del self._having[who]
-        while self._give_one():  # several where there was one place for a while
-            pass
-
-    def others_wait(self, who: str) -> bool:
-        """Whether somebody but client `who` does. From any thread."""
-        return self._first.others(who) or self._again.others(who)
-
-    def _may(self, who: str) -> bool:
-        places = 1 if self._one_by_one() else self._places
-        each = min(self._each or places, max(1, places - 1))
-        return self._having.total() < places and self._having[who] < each
-
-    def _give(self, who: str, again: bool) -> None:
-        self._having[who] += 1
-        self._going_on += again
-        self._went_on = again
-
-    def _give_one(self) -> bool:
-        one_place = self._places == 1 or self._one_by_one()
-        again_first = not self._went_on if one_place else not self._going_on
-        for again in (True, False) if again_first else (False, True):
-            who = (self._again if again else self._first).give(self._may)
-            if who is not None:
-                self._give(who, again)
-                return True
-        return False
 
 
 class _Task:
@@ -258,6 +109,17 @@ def go_on() -> None:
         task.look(_work.others_wait(task.who))
 
 
+class Part(Protocol):
+    """What a work has of something."""
+
+    @property
+    def of(self) -> object:
+        """Of what: as `make_way` is asked."""
+
+    def give_back(self) -> None:
+        """Called once."""
+
+
 class ThreadsInTurns:
     """Threads that work for clients in turn. Belongs to one event loop."""
 
@@ -272,14 +134,13 @@ class ThreadsInTurns:
         self._paused, self._most_paused = (0, 0) if count == 1 else (count * _PAUSED, count * _MOST_PAUSED)
         self._threads = running_pool(count + self._most_paused, name)
         self._long: set[_Task] = set()
-        self._holding: set[_Task] = set()
-        """Those whose end somebody may wait for."""
+        self._holding: dict[_Task, Part] = {}
 
-    async def do(self, who: str, make: Callable[[_A], _M], what: _A, ended: Callable[[], None] | None = None) -> _M:
+    async def do(self, who: str, make: Callable[[_A], _M], what: _A, part: Part | None = None) -> _M:
         """What `make` makes of `what`, on a thread. Overloaded as of `Turns.take`.
 
         The thread goes on until it asks whether to (`go_on`) when its client has left, or it has worked for
-        MOST_WORK_S. `ended` is called once, when the thread has ended it or it is sure that none begins it.
+        MOST_WORK_S. `part` is given back when the thread has ended it, or it is sure that none begins it.
         """
         try:
             await self._begun.take(who)
@@ -289,8 +150,8 @@ class ThreadsInTurns:
                 self._begun.give_back(who)
                 raise
         except BaseException:
-            if ended is not None:
-                ended()
+            if part is not None:
+                part.give_back()
             raise
         loop = asyncio.get_running_loop()
         task = _Task(who, partial(self._pause, loop) if self._most_paused else None)
@@ -303,8 +164,8 @@ class ThreadsInTurns:
             finally:
                 _work.task = None
 
-        if ended is not None:
-            self._holding.add(task)
+        if part is not None:
+            self._holding[task] = part
         work = loop.run_in_executor(self._threads, make_it)
 
         def over(work: asyncio.Future[_M]) -> None:
@@ -312,9 +173,9 @@ class ThreadsInTurns:
             if task.has_turn:
                 self._turns.give_back(who, again=task.long)
             self._begun.give_back(who)
-            self._holding.discard(task)
-            if ended is not None:
-                ended()
+            if part is not None:
+                del self._holding[task]
+                part.give_back()
             error = None if work.cancelled() else work.exception()
             if error is not None and not isinstance(error, RequestError):
                 # Whoever asked may have left, and then nobody else tells.
@@ -365,11 +226,11 @@ class ThreadsInTurns:
         longest = _longest(may_end, going_on)
         longest.end(_too_long(len(going_on), longest))
 
-    def make_way(self) -> None:
-        """Somebody waits for what works hold that were given an `ended`: the longest of them ends, of the client whose
-        have taken most, if it has worked for MOST_HELD_S."""
-        holding = [task for task in self._holding if not task.ending]
-        may_end = [task for task in holding if task.worked_s > MOST_HELD_S]
+    def make_way(self, of: object, held_s: float = MOST_HELD_S) -> None:
+        """Somebody waits for parts of it: of the works that have one the longest ends, of the client whose have taken
+        most, if it has worked for `held_s`."""
+        holding = [task for task, part in self._holding.items() if part.of is of and not task.ending]
+        may_end = [task for task in holding if task.worked_s > held_s]
         if may_end:
             longest = _longest(may_end, holding)
             longest.end(_too_long(len(holding), longest))
