@@ -80,7 +80,8 @@ def bodies(dear: Sequence[Dear], count: int, r: random.Random) -> list[Body]:
         except (ValueError, RecursionError, OverflowError, TypeError, KeyError, IndexError):
             continue
         if raw and len(raw) <= MOST_BYTES:
-            found.append(Body(" + ".join(names), endpoint.path, gzip.compress(raw, 6 if len(raw) < 1 << 20 else 2)))
+            level = 6 if len(raw) < 1 << 20 else 2
+            found.append(Body(" + ".join(names), endpoint.path, gzip.compress(raw, level, mtime=0)))
     return found
 
 

@@ -20,6 +20,7 @@ from isthmus_runtime.openai.keys import Keys
 from isthmus_runtime.openai.lifecycle import Lifecycle
 from isthmus_runtime.openai.planning import Planning
 from isthmus_runtime.openai.planning import planning_takes as takes_of
+from isthmus_runtime.openai.tokenizer import Tokenizer
 from isthmus_runtime.serving import memory
 from isthmus_runtime.serving.call import Call
 from isthmus_runtime.serving.in_flight import InFlight
@@ -258,6 +259,36 @@ def test_before_a_large_plan_what_it_may_take_is_there_or_it_is_refused(run, mon
         assert given[0].startswith("trim") and len(given) == 1 + (not comes_back)
         assert planning._large.used == planning._small.used == 0
         guard.close()
+
+    run(main())
+
+
+def test_what_is_tokenised_at_once_follows_the_context(run, model_dir, tmp_path) -> None:
+    """Where no text can be cut, of which a model takes a million tokens, four million characters are."""
+
+    async def main() -> None:
+        made = json.loads((model_dir / "tokenizer.json").read_text())
+        made["added_tokens"].append(
+            {**made["added_tokens"][0], "id": 1 + max(made["model"]["vocab"].values()), "content": "a, b"}
+        )
+        (tmp_path / "tokenizer.json").write_text(json.dumps(made))
+        for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+            (tmp_path / name).write_bytes((model_dir / name).read_bytes())
+        size = 3 << 20
+        for folder, most, letters in (
+            (model_dir, 1 << 20, 1 << 20),
+            (tmp_path, 1 << 17, 1 << 20),
+            (tmp_path, 1 << 19, size),
+        ):
+            tokenizer = Tokenizer.load(folder)
+            planning, used = (
+                Planning(MemoryGuard(), tokenizer.part, lambda t=tokenizer, m=most: t.at_once(m)),
+                list[int](),
+            )
+            await planning.long(
+                "a", lambda body, p=planning, u=used: u.append(p._large.used + p._small.used), b"x" * size
+            )
+            assert used == [takes_of(size, letters)]
 
     run(main())
 

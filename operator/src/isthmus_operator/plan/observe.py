@@ -42,7 +42,7 @@ def observe(service: InferenceService, children: Iterable[Object], facts: Facts,
     known = [_with_missing(w, said) for w in workloads if w is not None]
     seen = Observed(
         engines=tuple(sorted((w for w in known if is_engine(w.component)), key=lambda w: w.name)),
-        router=next((w for w in known if w.component is Component.ROUTER), None),
+        routers=tuple(sorted((w for w in known if w.component is Component.ROUTER), key=lambda w: w.name)),
         store=next((w for w in known if w.component is Component.STORE), None),
         scales=_scales(mine),
         wanted=_wanted(status),
