@@ -44,11 +44,11 @@ class Planning:
         self._at_once = at_once
         self._short = LoopShare()
         # What a thread has begun cannot be ended: generations have others than what no engine is asked for.
-        # Large ones have a thread of their own: a megabyte of digits takes seconds, in one piece.
-        self._computing, self._computing_large = (
-            ThreadsInTurns(1, name, _MOST_COMPUTING, _WAIT_TO_COMPUTE) for name in ("compute", "compute-large")
-        )
-        self._may_compute = Turns(_MOST_COMPUTING, _WAIT_TO_COMPUTE)
+        # Large ones have threads of their own, of which one client has one: a megabyte of digits takes seconds, in one
+        # piece.
+        self._computing = ThreadsInTurns(1, "compute", _MOST_COMPUTING, _WAIT_TO_COMPUTE)
+        self._computing_large = ThreadsInTurns(2, "compute-large", _MOST_COMPUTING, _WAIT_TO_COMPUTE)
+        self._may_compute = Turns(_MOST_COMPUTING, _WAIT_TO_COMPUTE, 2)
         self._planners = ThreadsInTurns(
             _PLACES,
             "plan",
@@ -75,11 +75,11 @@ class Planning:
         return await self._planners.do(who, plan, body, part)
 
     async def alone(self, who: str, make: Callable[[bytes], _M], body: bytes) -> _M:
-        """What `make` makes of a body that no engine is asked for, one at a time, and a large one beside it. Raises as
-        `long`."""
+        """What `make` makes of a body that no engine is asked for, one at a time, and two large ones beside it. Raises
+        as `long`."""
         if len(body) <= LARGE:
             return await self._computing.do(who, make, body)
-        async with self._may_compute.turn(who):  # before memory is set aside: there is one thread alone
+        async with self._may_compute.turn(who):  # before memory is set aside: there are two threads
             return await self._computing_large.do(who, make, body, await self._set_aside(who, body))
 
     async def _set_aside(self, who: str, body: bytes) -> SetAside:

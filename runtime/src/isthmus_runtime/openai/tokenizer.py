@@ -236,7 +236,7 @@ class Tokenizer:
                 return ChatPrompt(text, None)
             ids = self._end(text, end, special=False) if end and len(text) > _PART else None
             return ChatPrompt(text, self._ids(text, special=False, most=most)[-end:] if ids is None else ids)
-        plain = text.replace(marks.begin, "").replace(marks.end, "")
+        plain = marks.without(text)
         self._check_bound(plain, most)
         self._check_whole(plain, most, _MOST_OF_AN_END if end else _at_once(most))
         return ChatPrompt(plain, _at_most(self._control.encode(text, marks), most)[-end:])
