@@ -107,6 +107,11 @@ def operator(cluster: Cluster, folder: Path, *flags: str) -> Iterator[None]:
     assert process.returncode == 0 and not has_failed(text)
 
 
+def name_of_router(cluster: Cluster, namespace: str) -> str:
+    """Its Deployment, which is named by its revision."""
+    return cluster.kubectl("get", "deployment", "-n", namespace, f"-l={GROUP}/role=router", "-o=name").strip()
+
+
 def test_the_operator_has_the_rights_it_uses_and_no_other(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     manifests = [m for m in render() if m["metadata"].get("annotations", {}).get("helm.sh/hook") != "test"]
     cluster: Cluster = request.getfixturevalue("control_plane")
@@ -130,7 +135,7 @@ def test_the_operator_has_the_rights_it_uses_and_no_other(request: pytest.Fixtur
         cluster.apply(SERVICE, namespace="rights")
         wait("create", "statefulset/llama-store", monitor, route, f"rolescalers.{GROUP}/llama-decode")
         wait("jsonpath={.status.selector}", f"rolescalers.{GROUP}/llama-decode")
-        wait("condition=Available", "deployment/llama-router")
+        wait("condition=Available", name_of_router(cluster, "rights"))
         patch = json.dumps({"spec": FEWER})
         cluster.kubectl(
             "patch", f"inferenceservices.{GROUP}", "llama", "-n", "rights", "--type=merge", f"--patch={patch}"
@@ -177,8 +182,8 @@ def test_one_operator_serves_two_teams_with_a_role_in_each(request: pytest.Fixtu
             cluster.apply(service, namespace=name)
         for team in teams:
             what = f"inferenceservices.{GROUP}/llama"
-            cluster.kubectl("wait", "-n", team, "--for=create", "deployment/llama-router", WAIT)
             cluster.kubectl("wait", "-n", team, "--for=condition=Progressing", what, WAIT)
+            assert name_of_router(cluster, team)
         assert "status" not in cluster.get(f"inferenceservices.{GROUP}", "llama", "-n", "nobodys")
     assert "orbidden" not in (tmp_path / "operator.log").read_text()
     for name in ("nobodys", *teams):

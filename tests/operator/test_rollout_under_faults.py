@@ -58,10 +58,10 @@ class Faulty:
         with_pods(self.world, lambda pod: pod.ready and self.is_cut(pod), ready=False, changed=now)
         crash: dict[str, Any] = {"ready": False, "started": False, "changed": now, "reason": "CrashLoopBackOff"}
         with_pods(self.world, lambda pod: pod.name in self.crashing and (pod.ready or pod.started), **crash)
-        for part, single in ((Component.ROUTER, self.world.seen.router), (Component.STORE, self.world.seen.store)):
-            if part in self.down and single is not None:
-                pods = tuple(replace(pod, ready=False, changed=now) if pod.ready else pod for pod in single.pods)
-                self.world.seen = replace(self.world.seen, **{part.value: replace(single, pods=pods)})
+        seen, down = self.world.seen, self.down
+        store = _all_down(seen.store, now) if seen.store and Component.STORE in down else seen.store
+        routers = tuple(_all_down(w, now) for w in seen.routers) if Component.ROUTER in down else seen.routers
+        self.world.seen = replace(seen, store=store, routers=routers)
 
     def evict(self, index: int) -> None:
         """A pod has ended for good, and is kept for people to look at; its controller makes another."""
@@ -99,6 +99,11 @@ class Faulty:
         found = self.world.seen.of(part)
         stopping = sum(lingering(w.pods, self.world.now) for w in found)
         return sum(map(self.serves, found)), stopping + sum(max(w.replicas, len(w.live)) for w in found)
+
+
+def _all_down(workload: Workload, now: float) -> Workload:
+    pods = (replace(pod, ready=False, changed=now) if pod.ready else pod for pod in workload.pods)
+    return replace(workload, pods=tuple(pods))
 
 
 def number(pod: Pod) -> int:

@@ -113,7 +113,7 @@ def world(target: InferenceService, counts: dict[Component, int], load: dict[Com
         if part in load:
             facts |= {pod.name: EngineFacts(fingerprint="f", queued=load[part] / len(found)) for pod in found}
     router = settled_router(target)
-    return Observed(engines=tuple(engines), router=router, scales=scales, facts=Facts(engines=facts))
+    return Observed(engines=tuple(engines), routers=(router,), scales=scales, facts=Facts(engines=facts))
 
 
 def settled_router(target: InferenceService) -> Workload:

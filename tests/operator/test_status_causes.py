@@ -83,7 +83,7 @@ def test_an_optional_object_that_is_refused_is_said_only_where_nothing_worse_is(
     assert said(found, "Ready")[1] == "ReconcileFailed"
     assert said(found, "Progressing")[:2] == ("True", "Complete")
     assert found["revision"]["current"] == found["revision"]["updated"]
-    worse = replace(good, router=None)
+    worse = replace(good, routers=())
     assert said(status(target, worse, left_out=[PATCH]), "Ready")[1] != "ReconcileFailed"
 
 

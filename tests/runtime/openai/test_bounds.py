@@ -361,7 +361,7 @@ def test_what_cannot_be_cut_is_not_tokenised_at_any_length(tokenizer, monkeypatc
             tokenizer.encode(one, most)
     assert sum(map(len, seen)) < 4 * (most + part)
     monkeypatch.setattr(tokenizer_module, "_MOST_OF_AN_END", 1 << 17)
-    monkeypatch.setattr(tokenizer_module, "_MOST_WHOLE", 1 << 18)
+    monkeypatch.setattr(tokenizer_module, "MOST_WHOLE", 1 << 18)
     assert len(tokenizer.encode_end("zq" * part, 9)) == 9
     for end in ("zq" * (part + 1), "a b " * part + "zq" * (part + 1)):
         with pytest.raises(InvalidRequest, match="131072 are tokenised at a time"):
@@ -376,7 +376,7 @@ def test_what_cannot_be_cut_is_not_tokenised_at_any_length(tokenizer, monkeypatc
 
 
 def test_what_has_no_place_to_be_cut_is_bounded_by_what_a_context_is_worth(tokenizer, monkeypatch):
-    monkeypatch.setattr(tokenizer_module, "_MOST_WHOLE", 1 << 18)
+    monkeypatch.setattr(tokenizer_module, "MOST_WHOLE", 1 << 18)
     for name, value in (("_words", None), ("_cuts", False)):
         monkeypatch.setattr(tokenizer, name, value)
     for size, most, error in (

@@ -20,6 +20,7 @@ from isthmus_runtime.openai.keys import Keys
 from isthmus_runtime.openai.lifecycle import Lifecycle
 from isthmus_runtime.openai.planning import Planning
 from isthmus_runtime.openai.planning import planning_takes as takes_of
+from isthmus_runtime.openai.tokenizer import Tokenizer
 from isthmus_runtime.serving import memory
 from isthmus_runtime.serving.call import Call
 from isthmus_runtime.serving.in_flight import InFlight
@@ -262,6 +263,36 @@ def test_before_a_large_plan_what_it_may_take_is_there_or_it_is_refused(run, mon
     run(main())
 
 
+def test_what_is_tokenised_at_once_follows_the_context(run, model_dir, tmp_path) -> None:
+    """Where no text can be cut, of which a model takes a million tokens, four million characters are."""
+
+    async def main() -> None:
+        made = json.loads((model_dir / "tokenizer.json").read_text())
+        made["added_tokens"].append(
+            {**made["added_tokens"][0], "id": 1 + max(made["model"]["vocab"].values()), "content": "a, b"}
+        )
+        (tmp_path / "tokenizer.json").write_text(json.dumps(made))
+        for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+            (tmp_path / name).write_bytes((model_dir / name).read_bytes())
+        size = 3 << 20
+        for folder, most, letters in (
+            (model_dir, 1 << 20, 1 << 20),
+            (tmp_path, 1 << 17, 1 << 20),
+            (tmp_path, 1 << 19, size),
+        ):
+            tokenizer = Tokenizer.load(folder)
+            planning, used = (
+                Planning(MemoryGuard(), tokenizer.part, lambda t=tokenizer, m=most: t.at_once(m)),
+                list[int](),
+            )
+            await planning.long(
+                "a", lambda body, p=planning, u=used: u.append(p._large.used + p._small.used), b"x" * size
+            )
+            assert used == [takes_of(size, letters)]
+
+    run(main())
+
+
 @pytest.mark.parametrize(("size", "counts"), [(1 << 16, False), (1 << 19, True)])
 def test_what_is_counted_without_an_engine_sets_its_memory_aside_too(run, size, counts) -> None:
     async def main() -> None:
@@ -312,7 +343,7 @@ def test_one_client_s_bodies_leave_room_for_another_s(run) -> None:
 
 
 def test_what_is_counted_in_turn_sets_its_memory_aside_when_it_has_it(run) -> None:
-    """There is one thread: those who waited for it held what others' prompts wait for."""
+    """There are two threads: those who waited for them held what others' prompts wait for."""
 
     async def main() -> None:
         planning, used, may_end = Planning(MemoryGuard()), list[int](), threading.Event()
@@ -332,10 +363,49 @@ def test_what_is_counted_in_turn_sets_its_memory_aside_when_it_has_it(run) -> No
         calls = [Call({**scope, "client": (f"127.0.0.{n}", 1)}, receive, send) for n in range(4)]
         lifecycle = _lifecycle(planning)
         asked = [asyncio.create_task(lifecycle.compute(call, make, 1 << 20)) for call in calls]
-        await until(lambda: planning._small.used and len(planning._may_compute._first) == 3)
+        await until(lambda: planning._small.used and len(planning._may_compute._first) == 2)
         may_end.set()
         await asyncio.gather(*asked)
-        assert used == [planning_takes(100_000)] * 4
+        assert len(used) == 4 and max(used) <= 2 * planning_takes(100_000), "no more than have a thread"
+
+    run(main())
+
+
+def test_what_is_small_is_counted_beside_what_is_large(run) -> None:
+    """Two connections with a megabyte of digits each kept everybody's few words waiting for seven seconds."""
+
+    async def main() -> None:
+        lifecycle, may_end, begun, told = (
+            _lifecycle(Planning(MemoryGuard())),
+            threading.Event(),
+            threading.Event(),
+            list[int](),
+        )
+
+        def make(body: bytes) -> bytes:
+            if len(body) > 70_000:
+                begun.set()
+                assert may_end.wait(20)
+            return b"%d" % len(body)
+
+        def call(host: str, size: int) -> Call:
+            async def receive() -> dict[str, Any]:
+                return {"type": "http.request", "body": b"x" * size, "more_body": False}
+
+            async def send(message: Any) -> None:
+                if "body" in message:
+                    told.append(int(message["body"]))
+
+            return Call({"type": "http", "path": "/tokenize", "headers": [], "client": (host, 1)}, receive, send)
+
+        large = [asyncio.create_task(lifecycle.compute(call("127.0.0.1", 100_000), make, 1 << 20)) for _ in range(2)]
+        assert await asyncio.to_thread(begun.wait, 20)
+        await lifecycle.compute(call("127.0.0.2", 10), make, 1 << 20)
+        await lifecycle.compute(call("127.0.0.2", 70_000), make, 1 << 20)  # one client has one thread of two
+        assert told == [10, 70_000]
+        may_end.set()
+        await asyncio.gather(*large)
+        assert told == [10, 70_000, 100_000, 100_000]
 
     run(main())
 

@@ -324,8 +324,9 @@ HALVES = [
 @pytest.mark.parametrize("name", sorted(FORMATS))
 @given(data=st.data())
 @settings(max_examples=100, deadline=None)
-def test_no_character_is_gone_over_more_than_twice(name, data):
-    """However many openings there are, and however they are within each other."""
+def test_no_character_is_gone_over_more_than_four_times(name, data):
+    """Twice as ends are looked for, and as often as what has one is read: however many openings there are, and however
+    they are within each other."""
     ends = []
 
     class Noted(JsonEnd):
@@ -343,7 +344,7 @@ def test_no_character_is_gone_over_more_than_twice(name, data):
         for part in pieces(text, data.draw(st.lists(st.integers(0, len(text)), max_size=6))):
             parser.feed(part)
         parser.finish()
-    assert sum(end.looked for end in ends) <= 2 * len(text), len(text)
+    assert sum(end.looked for end in ends) <= 4 * len(text), len(text)
 
 
 def steps(work):

@@ -149,25 +149,28 @@ def plan_steps(service: InferenceService, world: World) -> list[dict[str, Any]]:
         for (component, revision), count in sorted(wanted.counts.items(), key=lambda item: item[1]):
             was = known.get((component, revision), 0)
             if was != count:
-                verb = "start" if count > was else "stop"
-                text = f"{component.value} {revision}: {verb} {abs(count - was)} ({was} -> {count})"
-                gap = bool(wanted.gap and count == 0)
-                steps.append(
-                    {"role": component.value, "revision": revision, "from": was, "to": count, "gap": gap}
-                    | {"text": text + (" — this role has no pod until the new one is ready" if gap else "")}
-                )
-        for role, present, old in (
-            ("router", world.seen.router, before.router),
-            ("store", world.seen.store, before.store),
-        ):
-            if (present and present.revision) != (old and old.revision):
-                what = f"{present.revision} is rolled out" if present else "is removed"
-                steps.append({"role": role, "text": f"{role} {what}"})
+                steps.append(_resized(component.value, revision, was, count, gap=wanted.gap))
+        routers = {w.revision: w.replicas for w in before.routers}
+        for revision, count in sorted(wanted.routers.items(), key=lambda item: item[1]):
+            if routers.get(revision, 0) != count:
+                steps.append(_resized("router", revision, routers.get(revision, 0), count, gap=wanted.alone))
+        present, old = world.seen.store, before.store
+        if (present and present.revision) != (old and old.revision):
+            what = f"{present.revision} is rolled out" if present else "is removed"
+            steps.append({"role": "store", "text": f"store {what}"})
         before = world.seen
     if world.unfinished:
         text = f"not complete after {world.unfinished} steps of the rehearsal: what comes after them is not shown"
         steps.append({"role": "", "unfinished": True, "text": text})
     return steps
+
+
+def _resized(role: str, revision: str, was: int, count: int, *, gap: bool) -> dict[str, Any]:
+    verb, gap = "start" if count > was else "stop", gap and count == 0
+    text = f"{role} {revision}: {verb} {abs(count - was)} ({was} -> {count})"
+    return {"role": role, "revision": revision, "from": was, "to": count, "gap": gap} | {
+        "text": text + (" — this role has no pod until the new one is ready" if gap else "")
+    }
 
 
 async def _live(arguments: argparse.Namespace, service: InferenceService) -> Observed:

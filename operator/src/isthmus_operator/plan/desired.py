@@ -70,14 +70,7 @@ def desired(
             apply.append(engine.headless_service(service, component, exact=seen.exact(component)))
     apply += _engines(service, defaults, wanted, live)
     apply.append(router.client_service(service, exact=seen.exact(Component.ROUTER)))
-    present = live.get(("Deployment", child_name(service.name, Component.ROUTER.value)))
-    if wanted.router or present is None:
-        manifest = router.deployment(service, defaults)
-        # A router that has no credential is no use to engines that ask for one: it changes as soon as there are some.
-        behind = present is not None and not _guarded(present) and any(_guarded(one) for one in apply)
-        apply.append(marked(manifest) if behind else _kept(manifest, live))
-    else:
-        apply.append(_rescaled(present, service.spec.router.replicas))
+    apply += _routers(service, defaults, wanted, seen, live, guarded=any(_guarded(one) for one in apply))
     if defaults.issuer is not None:
         apply.insert(0, credentials.config_map(service, defaults.issuer, required=guarded and _all_guarded(apply)))
     if service.spec.model.adapters or ("ConfigMap", adapters.name(service)) in mine:
@@ -114,8 +107,7 @@ def _all_guarded(apply: Iterable[Object]) -> bool:
 
 def _pods_guarded(seen: Observed) -> bool:
     """Whether every engine and router that there is has them."""
-    there = (*seen.engines, *([seen.router] if seen.router else ()))
-    return all(pod.guarded for workload in there for pod in workload.pods)
+    return all(pod.guarded for workload in (*seen.engines, *seen.routers) for pod in workload.pods)
 
 
 def _kept(manifest: Object, live: Mapping[Name, Object]) -> Object:
@@ -211,6 +203,30 @@ def _engines(service: InferenceService, defaults: Defaults, wanted: Plan, live: 
     return sorted(out, key=lambda one: name_of(one) in live)
 
 
+def _routers(
+    service: InferenceService,
+    defaults: Defaults,
+    wanted: Plan,
+    seen: Observed,
+    live: Mapping[Name, Object],
+    *,
+    guarded: bool,
+) -> list[Object]:
+    """`guarded`: some engine asks for credentials."""
+    present, names = role_revision(service, Component.ROUTER), {w.revision: w.name for w in seen.routers}
+    out = []
+    for revision, count in wanted.routers.items():
+        there = live.get(("Deployment", names.get(revision, "")))
+        if revision == present:
+            manifest = router.deployment(service, defaults, replicas=count, there=there)
+            # One that has no credential is no use to engines that ask for one: it changes as soon as there are some.
+            behind = there is not None and not _guarded(there) and guarded
+            out.append(marked(manifest) if behind else _kept(manifest, live))
+        elif there is not None and there["metadata"]["name"] not in wanted.delete:
+            out.append(_rescaled(there, count))
+    return sorted(out, key=lambda one: name_of(one) in live)
+
+
 def _rescaled(there: Object, count: int) -> Object:
     """What we own of a workload of an older revision, with another number of replicas."""
     ours = plain(owned(there))
@@ -235,8 +251,8 @@ def _leaving(service: InferenceService, live: Mapping[Name, Object], wanted: Pla
 
 
 def _standing(service: InferenceService, live: Mapping[Name, Object], wanted: Plan) -> set[Name]:
-    """What stays although it is not rendered: the router while it must not change, a store that old engines use."""
-    keep = {("Deployment", child_name(service.name, Component.ROUTER.value))}
+    """What stays although it is not rendered: a store that old engines use, pods of roles that are gone."""
+    keep: set[Name] = set()
     if wanted.store:
         store = child_name(service.name, Component.STORE.value)
         keep |= {("Service", store), ("StatefulSet", store), ("PodDisruptionBudget", store)}

@@ -42,7 +42,7 @@ def observe(service: InferenceService, children: Iterable[Object], facts: Facts,
     known = [_with_missing(w, said) for w in workloads if w is not None]
     seen = Observed(
         engines=tuple(sorted((w for w in known if is_engine(w.component)), key=lambda w: w.name)),
-        router=next((w for w in known if w.component is Component.ROUTER), None),
+        routers=tuple(sorted((w for w in known if w.component is Component.ROUTER), key=lambda w: w.name)),
         store=next((w for w in known if w.component is Component.STORE), None),
         scales=_scales(mine),
         wanted=_wanted(status),
@@ -246,6 +246,7 @@ def _workload(service: InferenceService, child: Object, pods: Sequence[Object]) 
         created=seconds(meta.get("creationTimestamp")),
         pairing=labels.get(PAIRING_LABEL, ""),
         pooled=_uses(child, managed_addresses(service)),
+        pairs=component is Component.ROUTER and _uses(child, ("--prefill",)),
         problem=problem,
         problem_since=since,
         image=next((str(c.get("image", "")) for c in spec["template"]["spec"].get("containers") or ()), ""),
@@ -268,9 +269,9 @@ def _with_missing(workload: Workload, said: Iterable[Condition]) -> Workload:
     return replace(workload, problem_since=max(times))
 
 
-def _uses(child: Object, addresses: Collection[str]) -> bool:
+def _uses(child: Object, words: Collection[str]) -> bool:
     containers = child["spec"]["template"]["spec"].get("containers") or ()
-    return any(one in addresses for container in containers for one in container.get("args") or ())
+    return any(one in words for container in containers for one in container.get("args") or ())
 
 
 def _cannot_make_pods(status: Object) -> tuple[str, float]:

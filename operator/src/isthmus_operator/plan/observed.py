@@ -65,6 +65,7 @@ class Workload:
     replicas:  what its spec asks for
     pairing:   engines of one value are sure to have one KV layout
     pooled:    its engines use the store that this service manages
+    pairs:     its routers pair prefill with decode
     problem:   why its pods cannot be made (quota, admission); empty when they can
     problem_since: since when pods that it asks for are missing, for whatever reason; 0: none is, or nobody knows
     image:     of its main container
@@ -79,6 +80,7 @@ class Workload:
     created: float
     pairing: str = ""
     pooled: bool = False
+    pairs: bool = False
     problem: str = ""
     problem_since: float = 0.0
     image: str = ""
@@ -108,7 +110,8 @@ class Workload:
 
     @property
     def fresh(self) -> Workload:
-        """Without pods of another revision, which the one workload of a router or store has while it changes."""
+        """Without pods of another revision, which the one workload of a store has while it changes, as has one of
+        routers that earlier operators made."""
         return replace(self, pods=tuple(pod for pod in self.pods if pod.revision == self.revision))
 
 
@@ -170,6 +173,7 @@ class Observed:
     """Everything a decision about one service may depend on, beside its spec and the time.
 
     engines:    the workloads of all engine roles and revisions
+    routers:    those of routers, of all revisions
     scales:     component -> pods asked for through the scale of the role, for those that have one
     wanted:     component -> pods that it should have had, as the status remembers it
     strangers:  names of pods that are not the service's own and that its Services select all the same
@@ -179,7 +183,7 @@ class Observed:
     """
 
     engines: tuple[Workload, ...] = ()
-    router: Workload | None = None
+    routers: tuple[Workload, ...] = ()
     store: Workload | None = None
     scales: dict[Component, int] = field(default_factory=dict)
     wanted: dict[Component, int] = field(default_factory=dict)
@@ -197,7 +201,11 @@ class Observed:
         """Workloads of one engine role."""
         return tuple(w for w in self.engines if w.component is component)
 
+    def router_of(self, revision: str) -> Workload | None:
+        """The workload of routers of one revision."""
+        return next((w for w in self.routers if w.revision == revision), None)
+
     def exact(self, component: Component) -> bool:
         """Whether its pods can be selected by the uid of the service."""
-        single = {Component.ROUTER: self.router, Component.STORE: self.store}.get(component)
-        return all(w.exact for w in (self.of(component) if is_engine(component) else (single,)) if w is not None)
+        single = self.routers if component is Component.ROUTER else (self.store,)
+        return all(w.exact for w in (self.of(component) if is_engine(component) else single) if w is not None)

@@ -1,11 +1,9 @@
 """Pure: what to do next for one service, from its spec, what exists, and the time.
 
 `rollout` decides how many pods each revision has. Here are the decisions around it: which revision is the goal, what
-holds a rollout up, when it has failed, and in which order store, engines and router change.
+holds a rollout up, when it has failed, and in which order store, engines and routers change (`routers`).
 
 - The master of a store is ready before the first engine that uses it starts, and goes after the last.
-- Routers change when half of the engines that serve are new, so that a new mode or tokenizer never meets only old
-  engines, nor few new ones alone.
 - A workload of an old revision stays, at zero, until the rollout is over: it is what a rollback goes back to.
 - A rollback goes back in time: to what was there before the revision that failed was made. A revert that fails stays.
 - Whatever holds a rollout up, roles keep the number of pods they should have, of the revision that serves.
@@ -25,6 +23,7 @@ from ..render.engine import own_replicas, role_of
 from ..render.names import Component, is_engine
 from ..render.revision import pairing, role_revision, service_revision
 from ..render.service import components
+from . import routers
 from .observed import Observed, Workload
 from .progress import (
     changed,
@@ -38,8 +37,7 @@ from .progress import (
     overdue,
     present,
     remaining,
-    router_serves,
-    singles_ready,
+    store_ready,
 )
 from .rollout import Goal, Move, lingering, next_move, places, recreate_move, reduced, settles
 
@@ -62,9 +60,10 @@ class Plan:
     """What should be true next.
 
     counts:    replicas of every engine workload; one that does not exist yet is to be made
-    delete:    names of engine workloads that are not needed any more
+    routers:   revision -> replicas, likewise
+    delete:    names of workloads of engines and routers that are not needed any more
     store:     whether the managed master should exist
-    router:    whether the router may be brought to the present spec
+    router:    the revision that routers come to
     alone:     the only router is about to be replaced, without surge
     goals:     component -> revision and number of pods to come to
     failed:    revision to remember as failed
@@ -73,9 +72,10 @@ class Plan:
     """
 
     counts: dict[Key, int]
+    routers: dict[str, int] = field(default_factory=dict)
     delete: tuple[str, ...] = ()
     store: bool = False
-    router: bool = True
+    router: str = ""
     alone: bool = False
     goals: dict[Component, Goal] = field(default_factory=dict)
     state: Rollout = Rollout.ROLLING
@@ -90,7 +90,8 @@ def plan(service: InferenceService, seen: Observed, now: float) -> Plan:
     wanted = goals_of(service, seen)
     revision = service_revision(service)
     failed = seen.failed if seen.failed == revision else ""
-    stuck = "" if failed else overdue(service, changing(service, wanted, seen), now)
+    router = role_revision(service, Component.ROUTER)
+    stuck = "" if failed else overdue(service, changing(service, wanted, router, seen), now)
     if (
         stuck
         and service.spec.rollout.on_failure is RolloutFailure.ROLLBACK
@@ -98,27 +99,30 @@ def plan(service: InferenceService, seen: Observed, now: float) -> Plan:
     ):
         failed = revision
     goals = (_fallback(wanted, seen, now) or wanted) if failed else wanted
+    router = routers.goal_of(service, goals, seen, failed=bool(failed))
     rolling = is_rolling(goals, seen, now)
     hold = _hold(service, goals, seen, rolling, "" if failed else stuck)
     stands = bool(hold) or not rolling
-    stuck = "" if failed else stuck or (overdue(service, present(service, goals, seen), now) if stands else "")
-    move = _held(goals, seen, now) if hold else _move(service, goals, seen, now)
-    over = not hold and not rolling and (bool(failed) or singles_ready(service, seen))
+    stuck = "" if failed else stuck or (overdue(service, present(service, goals, router, seen), now) if stands else "")
+    routing = _routing(service, goals, router, seen, rolling)
+    move = _held(goals, seen, now) if hold else _move(service, goals, router, seen, now)
+    over = not hold and not rolling and routers.arrived(service, router, seen)
+    over = over and (bool(failed) or store_ready(service, seen))
     complete = (over and engines_ready(goals, seen)) or (not stuck and not rolling and _was_complete(revision, seen))
     over = over and engines_ready(changed(goals, seen), seen)
-    router = _router_may_change(service, wanted, seen, rolling, failed)
     return Plan(
         counts=move.counts,
-        delete=_unneeded(goals, seen, over, move, now),
+        routers=routing,
+        delete=(*_unneeded(goals, seen, over, move, now), *(_idle(router, seen, routing, now) if over else ())),
         store=mooncake.is_managed(service) or any(w.pooled and (w.replicas or places(w, now)) for w in seen.engines),
         router=router,
-        alone=router and _replaces_only_router(service, seen),
+        alone=routers.replaces_the_only_one(service, router, seen, routing),
         goals={goal.component: goal for goal in goals},
         state=_state(service, failed, stuck, complete, is_pending(service, goals, seen, now)),
         failed=failed,
         waits=tuple(dict.fromkeys(wait for wait in (stuck, hold, *move.waits) if wait)),
         gap=move.gap,
-        wake=_earliest(move.wake, next_deadline(service, present(service, goals, seen), seen, now)),
+        wake=_earliest(move.wake, next_deadline(service, present(service, goals, router, seen), seen, now)),
     )
 
 
@@ -163,6 +167,8 @@ def goals_of(service: InferenceService, seen: Observed) -> tuple[Goal, ...]:
 def _fallback(goals: Sequence[Goal], seen: Observed, now: float) -> tuple[Goal, ...] | None:
     """The goals with every changed role sent back to the revision that served before; None when one has none."""
     back = _former(goals, seen, now)
+    if not back and (gone := _former_roles(goals, seen, now)):
+        return (*gone, *(replace(goal, count=0) for goal in goals))
     if not back or any(goal.component not in back and current(goal, seen) is None for goal in goals):
         return None
     return tuple(_at(goal, back[goal.component]) if goal.component in back else goal for goal in goals)
@@ -190,6 +196,28 @@ def _former(goals: Sequence[Goal], seen: Observed, now: float) -> dict[Component
     best = max(sorted(shared), key=rank)
     found_back = {part: keeper([w for w in found if w.pairing == best], now) for part, found in older.items()}
     return {part: back for part, back in found_back.items() if back is not None}
+
+
+def _former_roles(goals: Sequence[Goal], seen: Observed, now: float) -> tuple[Goal, ...]:
+    """What a change of mode would go back to: the roles that the service had, each at its number of pods. None where
+    the roles that it has are not all new."""
+    new = [current(goal, seen) for goal in goals]
+    parts = {w.component for w in seen.engines} - {goal.component for goal in goals}
+    roles = [[w for w in seen.of(part) if all(one and _precedes(w, one, now) for one in new)] for part in sorted(parts)]
+    shared = set.intersection(*({w.pairing for w in role} for role in roles)) if roles else set()
+    if not shared:
+        return ()
+    best = max(sorted(shared), key=lambda one: min(max(w.well(now) for w in r if w.pairing == one) for r in roles))
+    found = [keeper([w for w in role if w.pairing == best], now) for role in roles]
+    return tuple(
+        replace(
+            _at(goals[0], back),
+            component=back.component,
+            count=seen.wanted.get(back.component, sum(w.replicas for w in seen.of(back.component))),
+        )
+        for back in found
+        if back is not None
+    )
 
 
 def _precedes(one: Workload, other: Workload, now: float) -> bool:
@@ -258,14 +286,16 @@ def _held(goals: Sequence[Goal], seen: Observed, now: float) -> Move:
     return Move(counts=counts, wake=min(wakes, default=None))
 
 
-def _move(service: InferenceService, goals: Sequence[Goal], seen: Observed, now: float) -> Move:
+def _move(service: InferenceService, goals: Sequence[Goal], router: str, seen: Observed, now: float) -> Move:
     strategy = service.spec.rollout.strategy
     rolling = is_rolling(goals, seen, now)
     if strategy is RolloutStrategy.RECREATE and rolling:
         return recreate_move(goals, seen.engines, now)
     layouts = {goal.pairing for goal in goals} | {w.pairing for w in remaining(goals, seen, now)}
     alone = strategy is RolloutStrategy.INDEPENDENT and len(layouts) == 1
-    move = next_move(goals, seen.engines, now, in_step=not alone, may_leave=router_serves(service, seen))
+    old = routers.old_routers(service, router, seen)
+    routed = None if old is None else old.pairing
+    move = next_move(goals, seen.engines, now, in_step=not alone, routed=routed, wanted=seen.wanted)
     if strategy is RolloutStrategy.INDEPENDENT and not alone and rolling:
         text = "roles change in step although strategy is Independent: old and new may differ in KV layout"
         return replace(move, waits=(*move.waits, text))
@@ -284,7 +314,10 @@ def _state(service: InferenceService, failed: str, stuck: str, complete: bool, p
 
 def _unneeded(goals: Sequence[Goal], seen: Observed, over: bool, move: Move, now: float) -> tuple[str, ...]:
     """Workloads of other revisions that have no pods, less those that a rollback would need."""
-    kept = set() if over else {back.name for back in _former(goals, seen, now).values()}
+    back = {*_former(goals, seen, now).values()}
+    roles = _former_roles(goals, seen, now) if not back else ()
+    back |= {w for goal in roles for w in seen.of(goal.component) if w.revision == goal.revision}
+    kept = set() if over else {one.name for one in back}
     return tuple(
         w.name
         for w in others(goals, seen)
@@ -295,27 +328,24 @@ def _unneeded(goals: Sequence[Goal], seen: Observed, over: bool, move: Move, now
     )
 
 
-def _router_may_change(
-    service: InferenceService, wanted: Sequence[Goal], seen: Observed, rolling: bool, failed: str
-) -> bool:
-    if seen.router is None or seen.router.revision == role_revision(service, Component.ROUTER):
-        return True
-    if failed or service.spec.rollout.paused:
-        return False
-    # Routers may know another tokenizer, and then give the other engines nothing: half are new when they change.
-    for goal in (goal for goal in wanted if goal.count > 0):
-        new = current(goal, seen)
-        ready = 0 if new is None else new.ready
-        others = sum(w.ready for w in seen.of(goal.component)) - ready
-        if rolling and not 0 < ready >= others:
-            return False
-    return True
+def _routing(
+    service: InferenceService, goals: Sequence[Goal], goal: str, seen: Observed, rolling: bool
+) -> dict[str, int]:
+    serving = routers.serving(seen)
+    if serving is None:
+        return routers.next_counts(service, goal, seen)
+    # Engines that have all changed leave others nothing to do: the step is over when routers of theirs serve.
+    if service.spec.rollout.paused and (rolling or routers.fit(service, serving)):
+        return routers.held_counts(service, seen, serving)
+    may = routers.may_change(goal, goals, seen, rolling=rolling)
+    return routers.next_counts(service, goal if may else serving.revision, seen)
 
 
-def _replaces_only_router(service: InferenceService, seen: Observed) -> bool:
-    present, wanted = seen.router, role_revision(service, Component.ROUTER)
-    one = service.spec.router.replicas == 1 and service.spec.rollout.max_surge.is_zero
-    return one and present is not None and present.ready > 0 and present.revision != wanted
+def _idle(router: str, seen: Observed, routing: dict[str, int], now: float) -> tuple[str, ...]:
+    """Workloads of routers of other revisions that have no pods."""
+    return tuple(
+        w.name for w in seen.routers if w.revision != router and not routing[w.revision] and not places(w, now)
+    )
 
 
 def _was_complete(revision: str, seen: Observed) -> bool:

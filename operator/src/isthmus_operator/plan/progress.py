@@ -42,8 +42,9 @@ def is_pending(service: InferenceService, goals: Sequence[Goal], seen: Observed,
     return (
         is_rolling(goals, seen, now)
         or any(current(goal, seen) is None for goal in goals)
-        or not _is_present(service, Component.ROUTER, seen.router)
-        or (mooncake.is_managed(service) and not _is_present(service, Component.STORE, seen.store))
+        or seen.router_of(role_revision(service, Component.ROUTER)) is None
+        or any(w.replicas for w in seen.routers if w.revision != role_revision(service, Component.ROUTER))
+        or (mooncake.is_managed(service) and (seen.store is None or not _is_present(service, seen.store)))
     )
 
 
@@ -53,26 +54,20 @@ def engines_ready(goals: Sequence[Goal], seen: Observed) -> bool:
     return all(new is not None and new.replicas == goal.count == new.ready for goal, new in found)
 
 
-def singles_ready(service: InferenceService, seen: Observed) -> bool:
-    """Whether router and store are of the present spec and ready."""
-    router, store = seen.router, seen.store
-    routes = _is_present(service, Component.ROUTER, router) and _ready(router) >= service.spec.router.replicas
-    stores = not mooncake.is_managed(service) or (_is_present(service, Component.STORE, store) and _ready(store) > 0)
-    return routes and stores
+def store_ready(service: InferenceService, seen: Observed) -> bool:
+    """Whether the store is of the present spec and ready, if there should be one."""
+    store = seen.store
+    if not mooncake.is_managed(service):
+        return True
+    return store is not None and _is_present(service, store) and store.fresh.ready > 0
 
 
-def router_serves(service: InferenceService, seen: Observed) -> bool:
-    """Whether a router of the present spec is ready, or none is wanted."""
-    return _is_present(service, Component.ROUTER, seen.router) and (
-        _ready(seen.router) >= min(1, service.spec.router.replicas)
-    )
-
-
-def present(service: InferenceService, goals: Sequence[Goal], seen: Observed) -> list[Workload]:
-    """All workloads that should be ready, each without pods that are about to go."""
+def present(service: InferenceService, goals: Sequence[Goal], router: str, seen: Observed) -> list[Workload]:
+    """All workloads that should be ready, each without pods that are about to go. `router`: the revision of routers
+    that is come to."""
     out = [new for goal in goals if (new := current(goal, seen)) is not None]
-    if seen.router is not None and _is_present(service, Component.ROUTER, seen.router):
-        out.append(seen.router.fresh)
+    if (routers := seen.router_of(router)) is not None:
+        out.append(routers.fresh)
     # With every pod it has: one of an older revision that is not ready is in the way of the new one.
     if seen.store is not None and mooncake.is_managed(service):
         out.append(seen.store)
@@ -86,13 +81,13 @@ def changed(goals: Sequence[Goal], seen: Observed) -> list[Goal]:
     return [goal for goal in goals if gone or goal.component in roles]
 
 
-def changing(service: InferenceService, goals: Sequence[Goal], seen: Observed) -> list[Workload]:
+def changing(service: InferenceService, goals: Sequence[Goal], router: str, seen: Observed) -> list[Workload]:
     """Those of `present` that the rollout under way is about. A master that does not run is not a reason to send
     engines back: theirs is not another."""
     roles = {goal.component for goal in changed(goals, seen)}
-    if seen.router is not None and len(seen.router.fresh.live) < len(seen.router.live):
+    if any(w.live for w in seen.routers if w.revision != router):
         roles.add(Component.ROUTER)
-    return [w for w in present(service, goals, seen) if w.component in roles]
+    return [w for w in present(service, goals, router, seen) if w.component in roles]
 
 
 def overdue(service: InferenceService, workloads: Iterable[Workload], now: float) -> str:
@@ -118,12 +113,8 @@ def next_deadline(service: InferenceService, workloads: Iterable[Workload], seen
     return min((at for at in times if at > now), default=None)
 
 
-def _is_present(service: InferenceService, component: Component, single: Workload | None) -> bool:
-    return single is not None and single.revision == role_revision(service, component)
-
-
-def _ready(single: Workload | None) -> int:
-    return single.fresh.ready if single is not None else 0
+def _is_present(service: InferenceService, store: Workload) -> bool:
+    return store.revision == role_revision(service, Component.STORE)
 
 
 def _lacks_pods(workload: Workload) -> bool:

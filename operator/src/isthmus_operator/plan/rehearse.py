@@ -7,12 +7,13 @@ each pod a place while there are any, and lets it become ready one step later.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from ..api.choices import Mode
 from ..api.v1alpha1 import InferenceService
 from ..render import mooncake
-from ..render.names import Component, child_name
+from ..render.names import Component, child_name, is_engine
 from ..render.revision import pairing, role_revision, service_revision
 from .desired import master_may_change
 from .observed import UNSCHEDULABLE, Observed, Pod, Workload
@@ -30,6 +31,7 @@ class World:
     places:  engine pods that fit, stopping ones included; None: any number
     drain_s: how long a stopping pod stays
     becomes_ready: whether a pod that has started ever is ready, of any component
+    fits: whether there is a node for an engine pod at all, where there are `places`
     """
 
     seen: Observed = field(default_factory=Observed)
@@ -37,6 +39,7 @@ class World:
     places: int | None = None
     drain_s: float = 1.0
     becomes_ready: Callable[[Pod], bool] = _always
+    fits: Callable[[Pod], bool] = _always
     names: Iterator[int] = field(default_factory=itertools.count)
     unfinished: int = 0
     """Steps after which its last rehearsal was given up; 0: it came to its end."""
@@ -50,29 +53,33 @@ class World:
         self.seen = replace(
             self.seen,
             engines=engines,
-            router=self._single(service, Component.ROUTER, self.seen.router) if wanted.router else self.seen.router,
+            routers=self._routers(service, wanted),
             store=self._store(service, wanted),
             failed=wanted.failed,
             current=service_revision(service) if wanted.state is Rollout.COMPLETE else self.seen.current,
-            wanted={part: goal.count for part, goal in wanted.goals.items()},
+            wanted=self.seen.wanted | {part: goal.count for part, goal in wanted.goals.items()},
         )
 
     def tick(self, seconds: float = 1.0) -> None:
         """Time passes: pods end, are made, get a place, and become ready."""
         self.now += seconds
-        ended = [_without_ended(w, self.now) for w in self.seen.engines]
-        resized = [self._resized(w) for w in ended]
+        resized = [self._resized(_without_ended(w, self.now)) for w in self.seen.engines]
         free = None
         if self.places is not None:
             free = self.places - sum(pod.reason != UNSCHEDULABLE for w in resized for pod in w.pods)
+        routers = self._grown([self._resized(_without_ended(w, self.now)) for w in self.seen.routers], None)
+        engines = self._grown(resized, free)
+        self.seen = replace(self.seen, engines=engines, routers=routers, store=self._up(self.seen.store))
+
+    def _grown(self, workloads: Sequence[Workload], free: int | None) -> tuple[Workload, ...]:
         grown = []
-        for workload in resized:
+        for workload in workloads:
             pods = []
             for pod in workload.pods:
                 if pod.ends is not None or pod.ready:
                     pods.append(pod)
                 elif pod.reason == UNSCHEDULABLE:
-                    placed = free is not None and free > 0
+                    placed = free is not None and free > 0 and self.fits(pod)
                     free = free - 1 if free is not None and placed else free
                     pods.append(replace(pod, reason="", problem="") if placed else pod)
                 elif self.becomes_ready(pod):
@@ -80,14 +87,12 @@ class World:
                 else:
                     pods.append(pod)
             grown.append(replace(workload, pods=tuple(pods)))
-        self.seen = replace(
-            self.seen, engines=tuple(grown), router=self._up(self.seen.router), store=self._up(self.seen.store)
-        )
+        return tuple(grown)
 
     @property
     def busy(self) -> bool:
         """Whether pods are stopping, so that something will still happen."""
-        return any(pod.ends is not None for w in self.seen.engines for pod in w.pods)
+        return any(pod.ends is not None for w in (*self.seen.engines, *self.seen.routers) for pod in w.pods)
 
     def _gone(self, wanted: Plan) -> set[Key]:
         return {_key(w) for w in self.seen.engines if w.name in wanted.delete}
@@ -111,22 +116,31 @@ class World:
             return None
         if not mooncake.is_managed(service) or not master_may_change(service, wanted, self.seen, self.now):
             return store
-        return self._single(service, Component.STORE, store)
-
-    def _single(self, service: InferenceService, component: Component, present: Workload | None) -> Workload:
-        router = component is Component.ROUTER
         return Workload(
-            name=child_name(service.name, component.value),
-            component=component,
-            revision=role_revision(service, component),
-            replicas=service.spec.router.replicas if router else 1,
-            created=present.created if present is not None else self.now,
-            image="" if router else service.spec.engine.image or "",
-            pods=present.pods if present is not None else (),
+            name=child_name(service.name, Component.STORE.value),
+            component=Component.STORE,
+            revision=role_revision(service, Component.STORE),
+            replicas=1,
+            created=store.created if store is not None else self.now,
+            image=service.spec.engine.image or "",
+            pods=store.pods if store is not None else (),
+        )
+
+    def _routers(self, service: InferenceService, wanted: Plan) -> tuple[Workload, ...]:
+        kept = [w for w in self.seen.routers if w.name not in wanted.delete]
+        known = {w.revision for w in self.seen.routers}
+        present = role_revision(service, Component.ROUTER)
+        made = [self._made(service, (Component.ROUTER, present))] if present in wanted.routers.keys() - known else []
+        mode = service.spec.mode is Mode.DISAGGREGATED
+        return tuple(
+            replace(w, pairing=pairing(service), pairs=mode, replicas=wanted.routers[present])
+            if w.revision == present and present in wanted.routers
+            else replace(w, replicas=wanted.routers.get(w.revision, w.replicas))
+            for w in (*kept, *made)
         )
 
     def _up(self, single: Workload | None) -> Workload | None:
-        """A router's old pods stay until its new ones are ready; a master's old pod goes first."""
+        """A master's old pod goes first."""
         if single is None:
             return None
         made = [
@@ -145,9 +159,7 @@ class World:
             else pod
             for pod in (*single.fresh.pods, *made)[: single.replicas]
         ]
-        done = single.component is Component.STORE or all(pod.ready for pod in fresh)
-        old = () if done else tuple(pod for pod in single.pods if pod.revision != single.revision)
-        return replace(single, pods=(*old, *fresh))
+        return replace(single, pods=tuple(fresh))
 
     def _resized(self, workload: Workload) -> Workload:
         live = sorted(workload.live, key=lambda pod: (pod.ready, pod.reason != UNSCHEDULABLE, -pod.created))
@@ -168,7 +180,7 @@ class World:
                     revision=workload.revision,
                     created=self.now,
                     changed=self.now,
-                    reason=UNSCHEDULABLE if self.places is not None else "",
+                    reason=UNSCHEDULABLE if self.places is not None and is_engine(workload.component) else "",
                 )
             )
         return replace(workload, pods=tuple(pods))

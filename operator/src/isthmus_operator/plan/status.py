@@ -184,11 +184,14 @@ def _available(service: InferenceService, seen: Observed, wanted: Plan) -> State
 
 
 def _serving(service: InferenceService, seen: Observed, wanted: Plan) -> State:
-    if seen.router is None or seen.router.ready == 0:
+    if not any(w.ready for w in seen.routers):
         if service.spec.router.replicas == 0:
             return State("False", Reason.SCALED_TO_ZERO, "router is scaled to 0, so clients get no answer")
         return State("False", Reason.NO_ROUTER, f"no router of {service.name} is ready")
     ready = {part: sum(w.ready for w in seen.of(part)) for part in Component if is_engine(part)}
+    if _none_routable(seen):
+        some = sum(ready.values())
+        return State("False", Reason.NO_ENGINE, f"routers can give requests to none of {some} engines that are ready")
     if ready[Component.WORKER] > 0:
         return State("True", Reason.SERVING, f"{ready[Component.WORKER]} workers are ready")
     if ready[Component.DECODE] == 0:
@@ -205,6 +208,16 @@ def _serving(service: InferenceService, seen: Observed, wanted: Plan) -> State:
         Reason.SERVING,
         f"{ready[Component.PREFILL]} prefill and {ready[Component.DECODE]} decode pods are ready",
     )
+
+
+def _none_routable(seen: Observed) -> bool:
+    """Whether no engine that is ready is one that routers choose from, as all of them would say: those of another
+    revision may choose from others."""
+    ready = [pod for w in seen.engines for pod in w.live if pod.ready]
+    routable = seen.facts.routable
+    if not ready or routable is None or sum(w.ready > 0 for w in seen.routers) > 1:
+        return False
+    return not any(routable.get(pod.ip, False) for pod in ready)
 
 
 def _may_pair(seen: Observed) -> bool:
@@ -234,11 +247,12 @@ def _router_state(service: InferenceService, seen: Observed, wanted: Plan, now: 
     count = service.spec.router.replicas
     if count == 0:
         return State("True", Reason.SCALED_TO_ZERO, "router is scaled to 0")
-    if seen.router is None:
+    if not seen.routers:
         return State("False", Reason.STARTING, "router: not made yet")
-    if seen.router.revision != role_revision(service, Component.ROUTER):
+    present = seen.router_of(role_revision(service, Component.ROUTER))
+    if present is None or wanted.router != present.revision:
         return State("False", Reason.ROLLING_OUT, f"router: {_stays(wanted) or 'waits for new engines to serve'}")
-    return workload_state(seen.router.fresh, count, now)
+    return workload_state(present.fresh, count, now)
 
 
 def _stays(wanted: Plan) -> str:
@@ -330,8 +344,13 @@ def _roles(service: InferenceService, seen: Observed, wanted: Plan) -> Status:
     out: Status = {}
     for component, goal in wanted.goals.items():
         out[component.value] = _role(seen.of(component), goal.count, goal.revision, seen)
+    for component in sorted({w.component for w in seen.engines} - wanted.goals.keys()):
+        # A role that is leaving, or would come back: as many as it had.
+        workloads = seen.of(component)
+        count = seen.wanted.get(component, sum(w.replicas for w in workloads))
+        out[component.value] = _role(workloads, count, "", seen)
     count, revision = service.spec.router.replicas, role_revision(service, Component.ROUTER)
-    out["router"] = _role([seen.router] if seen.router else [], count, revision, None)
+    out["router"] = _role(seen.routers, count, revision, None)
     if mooncake.is_managed(service):
         out["store"] = _role([seen.store] if seen.store else [], 1, role_revision(service, Component.STORE), None)
     return out
@@ -386,7 +405,7 @@ def _kv(facts: Sequence[EngineFacts]) -> Status:
 
 def _pinned(before: Status, seen: Observed) -> Status:
     images = {}
-    for field, workloads in (("engineImage", seen.engines), ("routerImage", [seen.router] if seen.router else [])):
+    for field, workloads in (("engineImage", seen.engines), ("routerImage", seen.routers)):
         newest = max(workloads, key=lambda w: w.created, default=None)
         if newest is not None and newest.image:
             images[field] = newest.image

@@ -22,7 +22,8 @@ REVISION_LABEL = f"{GROUP}/revision"
 UID_LABEL = f"{GROUP}/uid"
 """On pods: of their InferenceService. No other service has it, and only who copies or forges a pod of it writes it."""
 PAIRING_LABEL = f"{GROUP}/pairing"
-"""On engine Deployments (not on pods): what prefill and decode of one KV layout have in common."""
+"""On Deployments (not on pods): what prefill and decode of one KV layout have in common; on those of routers, of the
+engines that they were last wanted with."""
 GUARDED_LABEL = f"{GROUP}/guarded"
 """On pods that have a credential and ask for one. Operators before 0.1.0 made others."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ..api.choices import Mode, PrefillUnavailable, RouterPolicy
@@ -10,6 +11,8 @@ from . import credentials
 from .model import model_parts
 from .names import (
     ENGINE_PORT,
+    PAIRING_LABEL,
+    REVISION_LABEL,
     ROUTER_PORT,
     Component,
     Defaults,
@@ -20,7 +23,7 @@ from .names import (
     selector,
 )
 from .pod import GRACE_AFTER_DRAIN_S, flag, http_probes, literal, pod_env, pod_template, resources
-from .revision import role_revision
+from .revision import pairing, role_revision
 
 _POLICIES = {
     RouterPolicy.ROUND_ROBIN: "round-robin",
@@ -65,9 +68,15 @@ def router_args(service: InferenceService, model_path: str) -> list[str]:
     return args
 
 
-def deployment(service: InferenceService, defaults: Defaults) -> dict[str, Any]:
-    """The routers. They share nothing, so this Deployment rolls by itself, one at a time: by a surge where rollouts may
-    have one at all, as a quota or a full cluster may have no room for it."""
+def deployment(
+    service: InferenceService,
+    defaults: Defaults,
+    *,
+    replicas: int | None = None,
+    there: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The routers of the present revision. `there`: that Deployment as it is. Earlier operators made one for all
+    revisions, which goes on under its name, and with its selector, as long as its revision is the present one."""
     spec, router = service.spec, service.spec.router
     revision = role_revision(service, Component.ROUTER)
     image = router.image or defaults.router_image
@@ -79,7 +88,6 @@ def deployment(service: InferenceService, defaults: Defaults) -> dict[str, Any]:
         secret = {"secretName": ref.name, "items": [{"key": ref.key, "path": "key"}], "defaultMode": 0o440}
         volumes.append({"name": "api-key", "secret": secret})
         mounts.append({"name": "api-key", "mountPath": KEY_FOLDER, "readOnly": True})
-    surges = not spec.rollout.max_surge.is_zero
     container = {
         "name": "router",
         "image": image,
@@ -102,18 +110,27 @@ def deployment(service: InferenceService, defaults: Defaults) -> dict[str, Any]:
         grace_s=spec.rollout.drain_timeout.seconds + GRACE_AFTER_DRAIN_S,
         guarded=True,
     )
+    name, selects = child_name(service.name, Component.ROUTER.value, revision), selector(service, Component.ROUTER)
+    selects[REVISION_LABEL] = revision
+    if there is not None:
+        name, selects = there["metadata"]["name"], there["spec"]["selector"]["matchLabels"]
+    meta = metadata(service, name, Component.ROUTER, revision)
+    meta["labels"][PAIRING_LABEL] = pairing(service)
+    surges = not spec.rollout.max_surge.is_zero
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": metadata(service, child_name(service.name, Component.ROUTER.value), Component.ROUTER, revision),
+        "metadata": meta,
         "spec": {
-            "replicas": router.replicas,
-            "selector": {"matchLabels": selector(service, Component.ROUTER)},
+            "replicas": router.replicas if replicas is None else replicas,
+            "selector": {"matchLabels": selects},
+            # The operator moves replicas between revisions. Within one they share nothing, and go one at a time: by a
+            # surge where rollouts may have one at all, as a quota or a full cluster may have no room for it.
             "strategy": {
                 "type": "RollingUpdate",
                 "rollingUpdate": {"maxSurge": int(surges), "maxUnavailable": int(not surges)},
             },
-            "revisionHistoryLimit": 1,
+            "revisionHistoryLimit": 0,
             "template": template,
         },
     }

@@ -216,7 +216,7 @@ class Controller:
         return self._again(key, service, wanted, after)
 
     async def _facts(self, key: Key, service: InferenceService, known: Observed) -> Facts | None:
-        pods = [pod for workload in (*known.engines, known.router) if workload for pod in workload.pods]
+        pods = [pod for workload in (*known.engines, *known.routers) for pod in workload.pods]
         return await self.facts.read(key, pods, load=bool(_auto(service)))
 
     async def _report(self, applier: Applier, body: Object, before: Status, after: Status, news: list[Event]) -> None:

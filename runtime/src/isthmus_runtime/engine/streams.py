@@ -107,8 +107,8 @@ class Streams:
     def _look(self) -> None:
         self._looking = False
         # A sum over all: nothing that could drift is kept.
-        held = [Held(inbox.whose, inbox.unread, sid) for sid, inbox in self._inboxes.items() if not inbox.given_up]
-        excess = sum(one.size for one in held) - self._most
+        excess = sum(inbox.unread for inbox in self._inboxes.values()) - self._most
+        held = (Held(inbox.whose, inbox.unread, sid) for sid, inbox in self._inboxes.items() if not inbox.given_up)
         for one in who_gives_way(held, excess):
             error = Cancelled(
                 f"the client reads too slowly: {one.size} numbers (tokens and log-probabilities) of this answer were "

@@ -198,7 +198,7 @@ class _Api:
         self._ranker = Ranker(self._planner, self._vectors, tokenizer, lambda: backend.task, config.request_timeout_s)
         self._tokenizer = tokenizer
         self._keys = Keys(config.api_key, config.tenants, clock)
-        planning = Planning(memory, tokenizer.part)
+        planning = Planning(memory, tokenizer.part, lambda: tokenizer.at_once(backend.max_model_len))
         self._requests = Lifecycle(
             self._keys,
             config.tenants,

@@ -16,6 +16,7 @@ from ..sharing.turns import Turns
 from ..threads import processors
 from ..tokenising import LARGE, OF_A_LETTER
 from .bounds import longest_part
+from .tokenizer import MOST_WHOLE
 
 _MOST_COMPUTING = 64
 """Requests without an engine that wait for their turn."""
@@ -25,9 +26,9 @@ _SMALL_HELD_S = 3.0
 """As MOST_HELD_S, of the bodies that have little of it: their texts take two seconds at most, but for odd ones."""
 _WAIT_TO_COMPUTE = "requests of this kind wait for their turn"
 _WAIT = "large bodies wait to be planned"
-_MOST_LETTERS, _OF_A_BYTE = 1 << 20, 26
-"""Characters that are tokenised at a time where nothing cuts them; and bytes that planning takes at most for each of a
-body, as JSON, marked, rendered and made bare again (tests/hostile)."""
+_OF_A_BYTE = 26
+"""Bytes that planning takes at most for each of a body, as JSON, marked, rendered and made bare again
+(tests/hostile)."""
 
 _M = TypeVar("_M")
 
@@ -35,14 +36,19 @@ _M = TypeVar("_M")
 class Planning:
     """Of one process, in turns of clients. Belongs to its event loop."""
 
-    def __init__(self, memory: MemoryGuard, part: int = 0) -> None:
-        """`part`: of `Tokenizer`."""
+    def __init__(self, memory: MemoryGuard, part: int = 0, at_once: Callable[[], int] = lambda: MOST_WHOLE) -> None:
+        """`part`: of `Tokenizer`. `at_once`: characters that it tokenises at a time, at present, where nothing cuts
+        them."""
         self._memory = memory
         self._part = part
+        self._at_once = at_once
         self._short = LoopShare()
         # What a thread has begun cannot be ended: generations have others than what no engine is asked for.
+        # Large ones have threads of their own, of which one client has one: a megabyte of digits takes seconds, in one
+        # piece.
         self._computing = ThreadsInTurns(1, "compute", _MOST_COMPUTING, _WAIT_TO_COMPUTE)
-        self._may_compute = Turns(_MOST_COMPUTING, _WAIT_TO_COMPUTE)
+        self._computing_large = ThreadsInTurns(2, "compute-large", _MOST_COMPUTING, _WAIT_TO_COMPUTE)
+        self._may_compute = Turns(_MOST_COMPUTING, _WAIT_TO_COMPUTE, 2)
         self._planners = ThreadsInTurns(
             _PLACES,
             "plan",
@@ -69,10 +75,12 @@ class Planning:
         return await self._planners.do(who, plan, body, part)
 
     async def alone(self, who: str, make: Callable[[bytes], _M], body: bytes) -> _M:
-        """What `make` makes of a body that no engine is asked for, one at a time. Raises as `long`."""
-        async with self._may_compute.turn(who):  # before memory is set aside: there is one thread alone
-            part = await self._set_aside(who, body) if len(body) > LARGE else None
-            return await self._computing.do(who, make, body, part)
+        """What `make` makes of a body that no engine is asked for, one at a time, and two large ones beside it. Raises
+        as `long`."""
+        if len(body) <= LARGE:
+            return await self._computing.do(who, make, body)
+        async with self._may_compute.turn(who):  # before memory is set aside: there are two threads
+            return await self._computing_large.do(who, make, body, await self._set_aside(who, body))
 
     async def _set_aside(self, who: str, body: bytes) -> SetAside:
         """Wait until what is made of a body may take is there; to be given back when it is over. BodyTooLarge: it will
@@ -84,7 +92,7 @@ class Planning:
                 f"memory limit leaves room for {most // _OF_A_BYTE}; send less, or raise --memory-limit"
             )
         letters = longest_part(body, self._part) if self._part else len(body)
-        takes, share = planning_takes(len(body), letters), _share(self._memory, 1)
+        takes, share = planning_takes(len(body), min(letters, self._at_once())), _share(self._memory, 1)
         # One client has half of the small one, so that there is room for what another one has there.
         reserve = self._small if share is None or takes <= share // 2 else self._large
         part = await reserve.take(who, takes)
@@ -106,4 +114,4 @@ def _share(memory: MemoryGuard, quarters: int) -> int | None:
 
 def planning_takes(size: int, letters: int) -> int:
     """Bytes that planning a body of so many may take on its way, of which so many are tokenised at a time at most."""
-    return OF_A_LETTER * min(letters, _MOST_LETTERS) + _OF_A_BYTE * size
+    return OF_A_LETTER * letters + _OF_A_BYTE * size

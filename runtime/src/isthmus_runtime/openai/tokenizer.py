@@ -32,7 +32,7 @@ _SHOWN = 200
 
 _PART = 1 << 16
 """Characters tokenised at a time: about a millisecond, after which other threads run."""
-_MOST_WHOLE, _MOST_OF_AN_END = 1 << 20, 1 << 18
+MOST_WHOLE, _MOST_OF_AN_END = 1 << 20, 1 << 18
 """Characters that are tokenised as a whole where nobody asks how many tokens they are, and where only the last tokens
 are wanted. Of digits each is a token, and takes 300 bytes meanwhile."""
 _MOST_UNCUT, _OF_A_TOKEN = 1 << 22, 8
@@ -236,10 +236,14 @@ class Tokenizer:
                 return ChatPrompt(text, None)
             ids = self._end(text, end, special=False) if end and len(text) > _PART else None
             return ChatPrompt(text, self._ids(text, special=False, most=most)[-end:] if ids is None else ids)
-        plain = text.replace(marks.begin, "").replace(marks.end, "")
+        plain = marks.without(text)
         self._check_bound(plain, most)
         self._check_whole(plain, most, _MOST_OF_AN_END if end else _at_once(most))
         return ChatPrompt(plain, _at_most(self._control.encode(text, marks), most)[-end:])
+
+    def at_once(self, most: int) -> int:
+        """Characters that may be tokenised at once where a prompt may have `most` tokens."""
+        return MOST_WHOLE if self._cuts else _at_once(most)
 
     def _has_control(self, conversation: Conversation) -> bool:
         found = self._control.found_in
@@ -308,7 +312,7 @@ class Tokenizer:
     def _check_whole(self, text: str, most: int | None, longest: int | None = None) -> None:
         """Raise for a text that cannot be tokenised in parts if it is longer than `longest` (one word, or all tokens at
         once, may take gigabytes), or surely has more than `most` tokens, as its parts tell."""
-        longest = longest or _MOST_WHOLE
+        longest = longest or MOST_WHOLE
         if most is not None and not self._cuts:
             longest = max(longest, _at_once(most))  # honest texts come whole as well
         if len(text) > longest:
@@ -395,7 +399,7 @@ def last(ids: Sequence[int], count: int) -> list[int]:
 
 def _at_once(most: int | None) -> int:
     """Characters of a text that are tokenised at once where it may have `most` tokens."""
-    return _MOST_UNCUT if most is None else min(_MOST_UNCUT, max(_MOST_WHOLE, _OF_A_TOKEN * most))
+    return _MOST_UNCUT if most is None else min(_MOST_UNCUT, max(MOST_WHOLE, _OF_A_TOKEN * most))
 
 
 def _at_most(ids: list[int], most: int | None) -> list[int]:

@@ -3,9 +3,10 @@ all requests, within its tenant's limits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from ..errors import InvalidRequest
 from ..interfaces.backend import Backend
@@ -34,6 +35,7 @@ _BRIEF_BATCH_BYTES = 200
 (0.15 ms)."""
 _ID_BYTES = 12
 """Of a token of a prompt while it waits for an engine: its place among the ids, and what is beside them."""
+_Work = TypeVar("_Work", Job, Batch)
 
 
 class Works:
@@ -98,10 +100,12 @@ class Works:
         tokens += len(job.requests[0].sampling.allowed_token_ids)  # of all choices, which share them
         end, budgets = self._requests.end(), self._budgets
         with budgets.scores.holding(job.scores, client, end) as job.told, budgets.tokens.holding(tokens, client, end):
-            if progress.tenant is None:
-                await self._run(job, progress.arrived, call)
-            else:
-                await self._run_of(progress.tenant, job, progress.arrived, call)
+            run = self._runner.stream if job.stream else self._runner.whole
+            usage = await self._within(
+                progress.tenant, len(job.requests), job, lambda own: run(own, progress.arrived, call)
+            )
+        if (span := current()).recording:
+            _describe_answer(span, usage)
 
     async def batch(self, call: Call, plan: Callable[[bytes], Batch], progress: Progress) -> None:
         """The same of a batch, which is answered in one piece."""
@@ -122,35 +126,27 @@ class Works:
         progress.stage, progress.answer_id = "generation", batch.answer_id
         end, budgets = self._requests.end(), self._budgets
         with budgets.numbers.holding(batch.numbers, who, end), budgets.tokens.holding(batch.prompt_tokens, who, end):
-            await self._run_batch(batch, progress.tenant, progress.arrived, call)
-
-    async def _run_batch(self, batch: Batch, tenant: Tenant | None, arrived: float, call: Call) -> None:
-        width = min(WIDTH, len(batch.requests))
-        if tenant is None:
-            usage = await self._batches.run(batch, width, arrived, call)
-        else:
-            assert self._tenants is not None
-            width = min(width, tenant.concurrency or width)
-            with self._tenants.tenants.running(tenant, width):
-                usage = await self._batches.run(tenant.own(batch), width, arrived, call)
-            if self._tenant_metrics is not None:
-                self._tenant_metrics.used(tenant.name, usage.prompt_tokens, usage.completion_tokens)
+            tenant = progress.tenant
+            width = min(WIDTH, len(batch.requests), (tenant and tenant.concurrency) or WIDTH)
+            usage = await self._within(
+                tenant, width, batch, lambda own: self._batches.run(own, width, progress.arrived, call)
+            )
         if (span := current()).recording:
             span.set({"gen_ai.request.model": self._model, "gen_ai.response.id": batch.answer_id})
             _describe_answer(span, usage)
 
-    async def _run(self, job: Job, arrived: float, call: Call) -> Usage:
-        usage = await (self._runner.stream if job.stream else self._runner.whole)(job, arrived, call)
-        if (span := current()).recording:
-            _describe_answer(span, usage)
-        return usage
-
-    async def _run_of(self, tenant: Tenant, job: Job, arrived: float, call: Call) -> None:
+    async def _within(
+        self, tenant: Tenant | None, generations: int, work: _Work, run: Callable[[_Work], Awaitable[Usage]]
+    ) -> Usage:
+        """What a tenant's `work` has used, run as its own and within its limits."""
+        if tenant is None:
+            return await run(work)
         assert self._tenants is not None
-        with self._tenants.tenants.running(tenant, len(job.requests)):
-            usage = await self._run(tenant.own(job), arrived, call)
+        with self._tenants.tenants.running(tenant, generations):
+            usage = await run(tenant.own(work))
         if self._tenant_metrics is not None:
             self._tenant_metrics.used(tenant.name, usage.prompt_tokens, usage.completion_tokens)
+        return usage
 
     async def _check_structure(self, structure: Structure, param: str, who: str) -> None:
         if self._grammars is None:

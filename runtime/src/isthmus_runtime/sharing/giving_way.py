@@ -21,6 +21,8 @@ class Held(NamedTuple, Generic[_T]):
 def who_gives_way(held: Iterable[Held[_T]], excess: int, part: int = 1) -> list[Held[_T]]:
     """What ends, so that `excess` comes back: the largest of the client that has most, then again; nothing where
     that is not above 0. Of many one in `part` at most, but one at least."""
+    if excess <= 0:
+        return []
     of_client: dict[str, list[Held[_T]]] = {}
     for one in held:
         of_client.setdefault(one.client, []).append(one)

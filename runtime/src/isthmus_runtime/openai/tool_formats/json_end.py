@@ -5,7 +5,7 @@ search for the next one, in the same text. So a value is given up at the first c
 has there; every marker holds one. With that, no character is gone over more than twice, whatever the text: of two
 openings whose values both go on, one is outside of a string where the other is inside, from the second one's beginning
 on (a backslash, which would change that, ends the one outside). A third marker is outside of a string for one of them,
-and ends it.
+and ends it. Values that have an end are read, which goes over them once more.
 """
 
 from __future__ import annotations
