@@ -291,7 +291,7 @@ def _listed_adapters(adapters: AdapterRegistry, config: EngineConfig) -> ListedA
 
 
 def _grammars(model: str, vocab_size: int) -> Grammars:
-    return Grammars.load(model, eos_token_ids=Tokenizer.load(model).eos_token_ids, vocab_size=vocab_size)
+    return Grammars.load(model, eos_token_ids=Tokenizer.load(model, trusted=True).eos_token_ids, vocab_size=vocab_size)
 
 
 class _Mover:
