@@ -38,7 +38,6 @@ from ..kv.pool import BlockPool
 from ..kv.prefix import BlockEvent
 from ..openai.tokenizer import Tokenizer
 from ..protocol.info import KvInfo, TransferInfo
-from ..protocol.ticket import KV_ABI
 from ..request import GENERATES, ServedTask
 from ..structured.grammars import Grammars
 from .pool_plan import plan_pool
@@ -173,7 +172,7 @@ def start_engine(
             layout_digest=loaded.digest,
         ),
         transfer=mover.info,
-        fingerprint=sha256(f"{loaded.digest}:{KV_ABI}:{mover.shares}".encode()).hexdigest()[:16],
+        fingerprint=sha256(f"{loaded.digest}:{mover.shares}".encode()).hexdigest()[:16],
         vocab_size=loaded.vocab_size,
         model_revision=pinned_revision(Path(config.model.path)),
         task=loaded.task,
