@@ -14,7 +14,7 @@ In the pool a service with a secret uses names of its own (`pool_name`), from wh
 import hmac
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from urllib.parse import quote
@@ -215,7 +215,20 @@ def full_block_key(
         group: KV cache group, for hybrid models (its layers have other bytes for the same tokens).
         layer_range: half-open range of layers, when a pipeline stage holds only some.
     """
-    return f"{layout}:{chain_hash.hex()}:{_part(head_range, group, layer_range)}"
+    return full_block_keys(layout, (chain_hash,), head_range, group=group, layer_range=layer_range)[0]
+
+
+def full_block_keys(
+    layout: str,
+    chain_hashes: Iterable[bytes],
+    head_range: tuple[int, int],
+    *,
+    group: int = 0,
+    layer_range: tuple[int, int] | None = None,
+) -> list[str]:
+    """`full_block_key` of many."""
+    part = _part(head_range, group, layer_range)
+    return [f"{layout}:{one.hex()}:{part}" for one in chain_hashes]
 
 
 def tail_key(
