@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from math import log2
 from pathlib import Path
 from typing import Any
 
@@ -262,10 +263,10 @@ def _dear(row: Mapping[str, Any]) -> float:
     return float(row["cpu_s"] + 4 * row["gap_s"] + row["peak_mib"] / 100 + row["answer"] / (1 << 20))
 
 
-def without_rows(of: Mapping[str, Any], r: random.Random, most: int) -> list[Dear]:
-    """The same without a search: any place at any size."""
+def without_rows(of: Mapping[str, Any], r: random.Random, most: int, up_to: int = 1 << 22) -> list[Dear]:
+    """The same without a search: any place at any size up to `up_to`."""
     names = [name for name, (place, _) in of.items() if place.kind not in ("boolean", "literal")]
-    return [Dear(*of[name], int(2 ** r.uniform(2, 22))) for name in r.choices(names, k=2 * most)]
+    return [Dear(*of[name], int(2 ** r.uniform(2, log2(up_to)))) for name in r.choices(names, k=2 * most)]
 
 
 def write(file: Path, what: Sequence[Body]) -> None:

@@ -185,3 +185,70 @@ def test_engines_that_no_router_takes_make_nothing_available() -> None:
     assert available(target, world, wanted, Facts(routable={pods[0].ip: True}))[0] == "True"
     status, message = available(target, world, wanted, Facts(routable={pod.ip: False for pod in pods}))
     assert status == "False" and "none of 2 engines" in message
+
+
+# ----------------------------------------------------------------------------------------------- pauses and modes
+
+
+def in_mode(unified: bool, replicas: int, **rollout: Any) -> InferenceService:
+    return of_model("a", replicas=replicas, pair=not unified, progressDeadline="60s", **rollout)
+
+
+def someone(world: World) -> bool:
+    """Whether a router has engines of its mode and model, whichever revision they are of."""
+    for routers in (w for w in world.seen.routers if w.ready):
+        parts = (Component.PREFILL, Component.DECODE) if routers.pairs else (Component.WORKER,)
+        if all(any(w.ready and w.pairing == routers.pairing for w in world.seen.of(part)) for part in parts):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("strategy", ["Recreate", "Coordinated"])
+def test_a_pause_does_not_leave_engines_to_routers_of_another_model(strategy: str) -> None:
+    rollout = {"strategy": strategy, "maxSurge": 0, "maxUnavailable": 1}
+    old, new = (of_model(name, replicas=1, **rollout) for name in ("a", "b"))
+    paused = of_model("b", replicas=1, **rollout, paused=True)
+    world = settled(old)
+    while any(w.replicas for w in world.seen.engines if w.pairing == pairing(old)):
+        step(new, world)
+    run(paused, world)
+    assert someone(world)
+
+
+def test_a_pause_holds_routers_that_change_alone() -> None:
+    old, new = (service(1, router={"maxQueue": most}, rollout={"paused": most == 8}) for most in (7, 8))
+    world = settled(old)
+    before = world.seen.routers
+    run(new, world)
+    assert world.seen.routers == before
+
+
+@pytest.mark.parametrize("unified", [True, False])
+@pytest.mark.parametrize("back", ["Pause", "Rollback"])
+def test_a_mode_whose_pods_find_no_place_takes_a_part_of_the_others(unified: bool, back: str) -> None:
+    replicas = 4
+    old, new = in_mode(unified, replicas), in_mode(not unified, replicas, onFailure=back)
+    world = settled(old, places=8)
+    world.places = sum(len(w.live) for w in world.seen.engines)
+    known = {role_revision(old, part) for part in Component if part not in (Component.STORE, *absent(old))}
+    world.fits = lambda pod: pod.revision in known
+    run(new, world, check=lambda world: someone(world) or pytest.fail("nobody answers"))
+    assert sum(w.ready for w in world.seen.engines) >= (2 if unified else 6)
+    world.now += 61
+    assert plan(new, world.seen, world.now).state is (Rollout.FAILED if back == "Pause" else Rollout.ROLLED_BACK)
+    run(new, world, check=lambda world: someone(world) or pytest.fail("nobody answers"))
+    if back == "Rollback":
+        assert sum(w.ready for w in world.seen.engines) == (4 if unified else 8)
+        assert plan(new, world.seen, world.now).state is Rollout.ROLLED_BACK
+    world.fits = lambda pod: True
+    assert_done(old, run(old, world, check=lambda world: someone(world) or pytest.fail("nobody answers")))
+    assert {w.component for w in world.seen.engines} == {w.component for w in settled(old).seen.engines}
+
+
+@pytest.mark.parametrize("unified", [True, False])
+@pytest.mark.parametrize("places", [0, 1, 3])
+def test_a_mode_comes_on_a_full_cluster_and_somebody_answers(unified: bool, places: int) -> None:
+    old, new = in_mode(unified, 4), in_mode(not unified, 2)
+    world = settled(old)
+    world.places = sum(len(w.live) for w in world.seen.engines) + places
+    assert_done(new, run(new, world, check=lambda world: someone(world) or pytest.fail("nobody answers")))

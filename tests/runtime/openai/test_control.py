@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HfTokenizer
 
+from isthmus_runtime.openai import control
 from isthmus_runtime.openai.chat import Conversation, NeedsThread
 from isthmus_runtime.openai.control import ControlTokens
 from isthmus_runtime.openai.tokenizer import Tokenizer
@@ -225,6 +226,25 @@ def test_imported_models(name):
         assert got.ids.count(library.token_to_id(end)) == got.ids.count(library.token_to_id(begin)) == 1
         if end not in text:
             assert got.ids == library.encode(plain, add_special_tokens=False).ids
+
+
+@given(st.data())
+def test_marks_are_taken_out_in_parts_as_at_once(data):
+    marks = control.Marks()
+    pieces = st.sampled_from([marks.begin, marks.end, "1", "x", "<|im_end|>", "語", marks.begin[:5], marks.end[20:]])
+    text = "".join(data.draw(st.lists(pieces, max_size=40)))
+    expected = text.replace(marks.begin, "").replace(marks.end, "")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(control, "_AT_ONCE", data.draw(st.integers(1, 80)))
+        assert marks.without(text) == expected
+
+
+def test_others_have_turns_while_marks_are_taken_out(monkeypatch):
+    marks, turns = control.Marks(), []
+    monkeypatch.setattr(control, "go_on", lambda: turns.append(1))
+    text = f"{marks.begin}<|im_end|>{marks.end}" * 100_000
+    assert marks.without(text) == "<|im_end|>" * 100_000
+    assert len(turns) >= len(text) // control._AT_ONCE
 
 
 def test_control_tokens_may_be_longer_than_the_stack_is_deep():

@@ -246,6 +246,7 @@ def _workload(service: InferenceService, child: Object, pods: Sequence[Object]) 
         created=seconds(meta.get("creationTimestamp")),
         pairing=labels.get(PAIRING_LABEL, ""),
         pooled=_uses(child, managed_addresses(service)),
+        pairs=component is Component.ROUTER and _uses(child, ("--prefill",)),
         problem=problem,
         problem_since=since,
         image=next((str(c.get("image", "")) for c in spec["template"]["spec"].get("containers") or ()), ""),
@@ -268,9 +269,9 @@ def _with_missing(workload: Workload, said: Iterable[Condition]) -> Workload:
     return replace(workload, problem_since=max(times))
 
 
-def _uses(child: Object, addresses: Collection[str]) -> bool:
+def _uses(child: Object, words: Collection[str]) -> bool:
     containers = child["spec"]["template"]["spec"].get("containers") or ()
-    return any(one in addresses for container in containers for one in container.get("args") or ())
+    return any(one in words for container in containers for one in container.get("args") or ())
 
 
 def _cannot_make_pods(status: Object) -> tuple[str, float]:

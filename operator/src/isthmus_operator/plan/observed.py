@@ -65,6 +65,7 @@ class Workload:
     replicas:  what its spec asks for
     pairing:   engines of one value are sure to have one KV layout
     pooled:    its engines use the store that this service manages
+    pairs:     its routers pair prefill with decode
     problem:   why its pods cannot be made (quota, admission); empty when they can
     problem_since: since when pods that it asks for are missing, for whatever reason; 0: none is, or nobody knows
     image:     of its main container
@@ -79,6 +80,7 @@ class Workload:
     created: float
     pairing: str = ""
     pooled: bool = False
+    pairs: bool = False
     problem: str = ""
     problem_since: float = 0.0
     image: str = ""

@@ -167,6 +167,8 @@ def goals_of(service: InferenceService, seen: Observed) -> tuple[Goal, ...]:
 def _fallback(goals: Sequence[Goal], seen: Observed, now: float) -> tuple[Goal, ...] | None:
     """The goals with every changed role sent back to the revision that served before; None when one has none."""
     back = _former(goals, seen, now)
+    if not back and (gone := _former_roles(goals, seen, now)):
+        return (*gone, *(replace(goal, count=0) for goal in goals))
     if not back or any(goal.component not in back and current(goal, seen) is None for goal in goals):
         return None
     return tuple(_at(goal, back[goal.component]) if goal.component in back else goal for goal in goals)
@@ -194,6 +196,28 @@ def _former(goals: Sequence[Goal], seen: Observed, now: float) -> dict[Component
     best = max(sorted(shared), key=rank)
     found_back = {part: keeper([w for w in found if w.pairing == best], now) for part, found in older.items()}
     return {part: back for part, back in found_back.items() if back is not None}
+
+
+def _former_roles(goals: Sequence[Goal], seen: Observed, now: float) -> tuple[Goal, ...]:
+    """What a change of mode would go back to: the roles that the service had, each at its number of pods. None where
+    the roles that it has are not all new."""
+    new = [current(goal, seen) for goal in goals]
+    parts = {w.component for w in seen.engines} - {goal.component for goal in goals}
+    roles = [[w for w in seen.of(part) if all(one and _precedes(w, one, now) for one in new)] for part in sorted(parts)]
+    shared = set.intersection(*({w.pairing for w in role} for role in roles)) if roles else set()
+    if not shared:
+        return ()
+    best = max(sorted(shared), key=lambda one: min(max(w.well(now) for w in r if w.pairing == one) for r in roles))
+    found = [keeper([w for w in role if w.pairing == best], now) for role in roles]
+    return tuple(
+        replace(
+            _at(goals[0], back),
+            component=back.component,
+            count=seen.wanted.get(back.component, sum(w.replicas for w in seen.of(back.component))),
+        )
+        for back in found
+        if back is not None
+    )
 
 
 def _precedes(one: Workload, other: Workload, now: float) -> bool:
@@ -271,7 +295,7 @@ def _move(service: InferenceService, goals: Sequence[Goal], router: str, seen: O
     alone = strategy is RolloutStrategy.INDEPENDENT and len(layouts) == 1
     old = routers.old_routers(service, router, seen)
     routed = None if old is None else old.pairing
-    move = next_move(goals, seen.engines, now, in_step=not alone, routed=routed)
+    move = next_move(goals, seen.engines, now, in_step=not alone, routed=routed, wanted=seen.wanted)
     if strategy is RolloutStrategy.INDEPENDENT and not alone and rolling:
         text = "roles change in step although strategy is Independent: old and new may differ in KV layout"
         return replace(move, waits=(*move.waits, text))
@@ -290,7 +314,10 @@ def _state(service: InferenceService, failed: str, stuck: str, complete: bool, p
 
 def _unneeded(goals: Sequence[Goal], seen: Observed, over: bool, move: Move, now: float) -> tuple[str, ...]:
     """Workloads of other revisions that have no pods, less those that a rollback would need."""
-    kept = set() if over else {back.name for back in _former(goals, seen, now).values()}
+    back = {*_former(goals, seen, now).values()}
+    roles = _former_roles(goals, seen, now) if not back else ()
+    back |= {w for goal in roles for w in seen.of(goal.component) if w.revision == goal.revision}
+    kept = set() if over else {one.name for one in back}
     return tuple(
         w.name
         for w in others(goals, seen)
@@ -307,7 +334,8 @@ def _routing(
     serving = routers.serving(seen)
     if serving is None:
         return routers.next_counts(service, goal, seen)
-    if service.spec.rollout.paused:
+    # Engines that have all changed leave others nothing to do: the step is over when routers of theirs serve.
+    if service.spec.rollout.paused and (rolling or routers.fit(service, serving)):
         return routers.held_counts(service, seen, serving)
     may = routers.may_change(goal, goals, seen, rolling=rolling)
     return routers.next_counts(service, goal if may else serving.revision, seen)

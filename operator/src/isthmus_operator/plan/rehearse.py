@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from ..api.choices import Mode
 from ..api.v1alpha1 import InferenceService
 from ..render import mooncake
 from ..render.names import Component, child_name, is_engine
@@ -30,6 +31,7 @@ class World:
     places:  engine pods that fit, stopping ones included; None: any number
     drain_s: how long a stopping pod stays
     becomes_ready: whether a pod that has started ever is ready, of any component
+    fits: whether there is a node for an engine pod at all, where there are `places`
     """
 
     seen: Observed = field(default_factory=Observed)
@@ -37,6 +39,7 @@ class World:
     places: int | None = None
     drain_s: float = 1.0
     becomes_ready: Callable[[Pod], bool] = _always
+    fits: Callable[[Pod], bool] = _always
     names: Iterator[int] = field(default_factory=itertools.count)
     unfinished: int = 0
     """Steps after which its last rehearsal was given up; 0: it came to its end."""
@@ -54,7 +57,7 @@ class World:
             store=self._store(service, wanted),
             failed=wanted.failed,
             current=service_revision(service) if wanted.state is Rollout.COMPLETE else self.seen.current,
-            wanted={part: goal.count for part, goal in wanted.goals.items()},
+            wanted=self.seen.wanted | {part: goal.count for part, goal in wanted.goals.items()},
         )
 
     def tick(self, seconds: float = 1.0) -> None:
@@ -76,7 +79,7 @@ class World:
                 if pod.ends is not None or pod.ready:
                     pods.append(pod)
                 elif pod.reason == UNSCHEDULABLE:
-                    placed = free is not None and free > 0
+                    placed = free is not None and free > 0 and self.fits(pod)
                     free = free - 1 if free is not None and placed else free
                     pods.append(replace(pod, reason="", problem="") if placed else pod)
                 elif self.becomes_ready(pod):
@@ -128,9 +131,11 @@ class World:
         known = {w.revision for w in self.seen.routers}
         present = role_revision(service, Component.ROUTER)
         made = [self._made(service, (Component.ROUTER, present))] if present in wanted.routers.keys() - known else []
-        pairs = {present: pairing(service)}
+        mode = service.spec.mode is Mode.DISAGGREGATED
         return tuple(
-            replace(w, replicas=wanted.routers.get(w.revision, w.replicas), pairing=pairs.get(w.revision, w.pairing))
+            replace(w, pairing=pairing(service), pairs=mode, replicas=wanted.routers[present])
+            if w.revision == present and present in wanted.routers
+            else replace(w, replicas=wanted.routers.get(w.revision, w.replicas))
             for w in (*kept, *made)
         )
 

@@ -21,7 +21,7 @@ any moment is just another starting point. The rules, in the order they are used
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..render.names import Component
@@ -109,13 +109,19 @@ def places(workload: Workload, now: float) -> int:
 
 
 def next_move(
-    goals: Sequence[Goal], workloads: Sequence[Workload], now: float, *, in_step: bool = True, routed: str | None = None
+    goals: Sequence[Goal],
+    workloads: Sequence[Workload],
+    now: float,
+    *,
+    in_step: bool = True,
+    routed: str | None = None,
+    wanted: Mapping[Component, int] | None = None,
 ) -> Move:
     """The next counts. `in_step` False: each role by itself (rules 4 and 5 are left out).
 
     `routed`: routers of another revision serve, of which it is not sure that they give new pods anything: one old pod
     of each role stays, where the counts leave room for it, of this pairing if there is one, and so do roles that the
-    service no longer has.
+    service no longer has. `wanted`: pods that such roles had.
     """
     roles = [_role(goal, workloads, now) for goal in goals]
     counts = {(w.component, w.revision): w.replicas for w in workloads}
@@ -134,7 +140,7 @@ def next_move(
         wakes += _wake_times(role, now)
         if role.rolling or role.ready_new < role.goal.count:
             waits += _wait(role, cap, target, total, now)
-    counts |= _leaving(roles, workloads, routed is None, now)
+    counts |= _leaving(roles, workloads, routed is None, wanted or {}, now)
     return Move(counts=counts, waits=tuple(waits), gap=gap, wake=min(wakes, default=None))
 
 
@@ -289,9 +295,15 @@ def _sick(workload: Workload, now: float) -> int:
 
 
 def _leaving(
-    roles: Sequence[_Role], workloads: Sequence[Workload], may_leave: bool, now: float
+    roles: Sequence[_Role],
+    workloads: Sequence[Workload],
+    may_leave: bool,
+    wanted: Mapping[Component, int],
+    now: float,
 ) -> dict[tuple[Component, str], int]:
-    """Roles the service no longer has: kept while the new ones do not serve, unless those need their place."""
+    """Roles the service no longer has: kept while the new ones do not serve, unless those need their place. As many
+    give way as new pods are ready, and one more, or one for each role that has no place for any: what cannot run on the
+    places that it has got gets no others."""
     stay = {role.goal.component for role in roles}
     leaving = [w for w in workloads if w.component not in stay]
     if not leaving:
@@ -304,10 +316,19 @@ def _leaving(
     waiting = sum(pod.reason == UNSCHEDULABLE for role in roles if role.new is not None for pod in role.new.live) - sum(
         lingering(w.pods, now) for w in leaving
     )
+    news = [role.new for role in roles if role.new is not None]
+    unplaced = sum(all(pod.reason == UNSCHEDULABLE for pod in new.live) for new in news)
+    gone = sum(
+        max(0, wanted.get(part, 0) - sum(_started(w, now) for w in leaving if w.component is part))
+        for part in {w.component for w in leaving}
+    )
+    waiting = min(waiting, sum(role.ready_new for role in roles) + max(1, unplaced) - gone)
+    serve = all(role.ready_new > 0 for role in roles if role.goal.count > 0) and may_leave
+    least = 0 if serve or (unplaced and not all(role.goal.max_surge for role in roles)) else 1
     counts: dict[tuple[Component, str], int] = {}
     for workload in sorted(leaving, key=lambda w: (-_started(w, now), w.name)):
         started = _started(workload, now)
-        taken = max(0, min(waiting, started))
+        taken = max(0, min(waiting, started - min(least, workload.ready)))
         waiting -= taken
         counts[workload.component, workload.revision] = started - taken
     return counts

@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ..api.choices import Mode
 from ..api.v1alpha1 import InferenceService
 from ..render.names import Component
-from ..render.revision import role_revision
+from ..render.revision import pairing, role_revision
 from .observed import Observed, Workload
 from .progress import current
 from .rollout import Goal
@@ -26,7 +27,7 @@ def goal_of(service: InferenceService, goals: Sequence[Goal], seen: Observed, *,
     the engines of `goals`, if there is one."""
     wanted = role_revision(service, Component.ROUTER)
     former = [w for w in seen.routers if w.revision != wanted] if failed else []
-    pairings = {goal.pairing for goal in goals}
+    pairings = {goal.pairing for goal in goals if goal.count > 0}
     fitting = [w for w in former if w.pairing in pairings] or former
     return max(fitting, key=lambda w: (w.ready, w.created)).revision if fitting else wanted
 
@@ -89,6 +90,12 @@ def replaces_the_only_one(service: InferenceService, goal: str, seen: Observed, 
     """Whether the only router is about to go before there is another."""
     going = any(w.ready and not counts[w.revision] for w in seen.routers if w.revision != goal)
     return going and not _ready(goal, seen) and service.spec.router.replicas == 1
+
+
+def fit(service: InferenceService, routers: Workload) -> bool:
+    """Whether it is not known that routers are of other engines, or another mode, than the present spec's."""
+    same_mode = routers.pairs == (service.spec.mode is Mode.DISAGGREGATED)
+    return same_mode and routers.pairing in ("", pairing(service))
 
 
 def arrived(service: InferenceService, goal: str, seen: Observed) -> bool:

@@ -344,6 +344,11 @@ def _roles(service: InferenceService, seen: Observed, wanted: Plan) -> Status:
     out: Status = {}
     for component, goal in wanted.goals.items():
         out[component.value] = _role(seen.of(component), goal.count, goal.revision, seen)
+    for component in sorted({w.component for w in seen.engines} - wanted.goals.keys()):
+        # A role that is leaving, or would come back: as many as it had.
+        workloads = seen.of(component)
+        count = seen.wanted.get(component, sum(w.replicas for w in workloads))
+        out[component.value] = _role(workloads, count, "", seen)
     count, revision = service.spec.router.replicas, role_revision(service, Component.ROUTER)
     out["router"] = _role(seen.routers, count, revision, None)
     if mooncake.is_managed(service):

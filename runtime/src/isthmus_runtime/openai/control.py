@@ -17,11 +17,15 @@ from typing import Any
 
 from tokenizers import Tokenizer as HfTokenizer
 
+from ..sharing.threads_in_turns import go_on
+
 _BARS = re.compile(r"<[|｜].*[|｜]>")
 _OWN = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"})
 """What models write in their answers, which come back as text of the assistant's messages."""
 _PART = 1 << 16
 """Characters searched at a time: a search does not let other threads run."""
+_AT_ONCE = 1 << 20
+"""Characters of a rendered conversation out of which marks are taken at a time: some milliseconds."""
 
 _Trie = dict[str, "_Trie"]
 
@@ -44,6 +48,21 @@ class Marks:
     def __init__(self) -> None:
         self.begin, self.end, self.cut = (f"{secrets.randbelow(10**24):024}" for _ in range(3))
         """`cut`: where a text that is to be continued ends."""
+
+    def without(self, text: str) -> str:
+        """`text` without `begin` and `end`, a part at a time: while one is taken out no other thread runs, and of 14 MB
+        of control tokens that is 0.4 s."""
+        for mark in (self.begin, self.end):
+            parts, start = [], 0
+            while start < len(text):
+                stop = start + _AT_ONCE
+                across = text.find(mark, max(start, stop - len(mark) + 1), stop + len(mark) - 1)
+                stop = stop if across < 0 else across + len(mark)
+                parts.append(text[start:stop].replace(mark, ""))
+                start = stop
+                go_on()
+            text = "".join(parts)
+        return text
 
 
 class ControlTokens:
