@@ -23,6 +23,9 @@ from ..request import GenerateRequest
 
 TOKEN_BYTES = 4
 _VERSION = b"isthmus-kv-2"
+KV_ABI = 3
+"""Raise it when bytes in a block or in the pool, or the records between engines, change meaning. Part of the layout's
+digest, and so of the keys of a pool and of engines' fingerprints."""
 _MAX_READABLE = 96
 
 # Tags of the encoded parts. Values are part of every stored key: never renumber.
@@ -192,7 +195,7 @@ def layout_digest(
     parts = [_utf8(model_revision), _utf8(dtype), _utf8(layout)]
     parts.extend(str(number).encode() for number in numbers)
     parts.extend(_utf8(detail) for detail in details)
-    return sha256(_VERSION + _field(_TAG_LAYOUT, *parts)).hexdigest()[:32]
+    return sha256(_VERSION + _field(_TAG_LAYOUT, f"abi={KV_ABI}".encode(), *parts)).hexdigest()[:32]
 
 
 def full_block_key(
