@@ -67,6 +67,7 @@ SERVE = {
     "--store-replicas": "1",
     "--store-secret-file": "",
     "--control-tokens": "request",
+    "--trust-tokenizer": "off",
     "--tool-format": "auto",
     "--reasoning": "auto",
     "--prefill": "",

@@ -14,6 +14,7 @@ from applied import (
     STORE,
     D,
     P,
+    applied,
     deployments,
     engines,
     image,
@@ -31,7 +32,7 @@ from isthmus_operator.plan.ownership import differs
 from isthmus_operator.plan.rehearse import World, rehearse
 from isthmus_operator.render import adapters, engine, mooncake, router
 from isthmus_operator.render.names import REVISION_LABEL, UID_LABEL
-from isthmus_operator.render.revision import role_revision, service_revision
+from isthmus_operator.render.revision import pairing, role_revision, service_revision
 
 Object = dict[str, Any]
 
@@ -45,7 +46,7 @@ def test_a_changed_list_of_adapters_is_written_and_no_pod_is_replaced() -> None:
         return service(model={"source": {"hostPath": {"path": "/m"}}, "adapters": sources})
 
     def lists(found: Desired) -> list[list[str]]:
-        texts = [m["data"]["adapters.json"] for m in found.apply if m["kind"] == "ConfigMap"]
+        texts = [text for m in found.apply if m["kind"] == "ConfigMap" for text in m["data"].values()]
         return [[one["name"] for one in json.loads(text)] for text in texts]
 
     one, two = listing("a"), listing("a", "b")
@@ -55,10 +56,58 @@ def test_a_changed_list_of_adapters_is_written_and_no_pod_is_replaced() -> None:
     for part in (P, D):
         assert deployments(before, part) == deployments(after, part) != []
     assert lists(wanted(service(), children)) == []
-    listed = adapters.config_map(one)
-    assert lists(wanted(service(), [*children, listed])) == [[]], "engines that stay a while have none at once"
+    listed = applied(adapters.config_map(one, pairing(one)))
+    assert lists(wanted(service(), [*children, listed])) == [["a"]], "engines that stay a while have what they had"
+    assert lists(wanted(service(), [listed])) == []
     stranger = {**listed, "metadata": {**listed["metadata"], "ownerReferences": []}}
     assert lists(wanted(service(), [*children, stranger])) == []
+
+
+@pytest.mark.parametrize("failed", [False, True])
+@pytest.mark.parametrize("paused", [False, True])
+def test_engines_of_another_base_keep_their_own_list_of_adapters(paused: bool, failed: bool) -> None:
+    """A rollout of base and adapters, and one that was rolled back, gave the old engines the new adapters."""
+
+    def of(version: str) -> InferenceService:
+        source = {"pvc": {"claimName": "adapters", "path": f"sql-{version}"}}
+        model = {"source": {"pvc": {"claimName": "models", "path": version}}}
+        return service(model=model | {"adapters": [{"name": "sql", "source": source}]}, rollout={"paused": paused})
+
+    def followed(found: Desired, deployment: Object) -> str:
+        (data,) = [m["data"] for m in found.apply if m["kind"] == "ConfigMap"]
+        return str(json.loads(data[adapters.file_of(deployment)])[0]["path"])
+
+    old, new = of("v1"), of("v2")
+    children = engines(old)
+    listed = applied(wanted(old, children).apply[0])
+    assert followed(wanted(old, children), children[0]).endswith("/sql-v1")
+    children += [
+        listed,
+        *map(pod, engines(old)),
+        live(engine.deployment(new, D, OLD, replicas=0), "2026-02-01T00:00:00Z"),
+    ]
+    found = wanted(new, children, failed=service_revision(new) if failed else "")
+    assert followed(found, children[0]).endswith("/sql-v1")
+    assert followed(found, children[-1]).endswith("/sql-v2")
+    both = applied(found.apply[0])
+    later = [both, children[-1], pod(children[-1])]
+    (data,) = [m["data"] for m in wanted(new, later).apply if m["kind"] == "ConfigMap"]
+    assert list(data) == [adapters.file_of(children[-1])], "the list of those that are gone is too"
+
+
+def test_engines_of_an_earlier_operator_follow_the_list_that_it_made() -> None:
+    def listing(*names: str) -> InferenceService:
+        sources = [{"name": name, "source": {"pvc": {"claimName": "c", "path": name}}} for name in names]
+        return service(model={"source": {"hostPath": {"path": "/m"}}, "adapters": sources})
+
+    children = []
+    for part in (P, D):
+        text = json.dumps(engine.deployment(listing("a"), part, OLD, replicas=1))
+        children.append(live(json.loads(text.replace(f"adapters-{pairing(listing('a'))}.json", "adapters.json"))))
+    found = wanted(listing("a", "b"), children)
+    (data,) = [m["data"] for m in found.apply if m["kind"] == "ConfigMap"]
+    assert len(json.loads(data["adapters.json"])) == 2 and len(set(data.values())) == 1
+    assert [adapters.file_of(one) for one in deployments(found, D)] == ["adapters.json"], "no pod is replaced"
 
 
 # ------------------------------------------------------------------------------------------ images that pair

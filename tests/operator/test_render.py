@@ -290,7 +290,7 @@ def test_adapters_are_a_list_and_a_mount_of_each_volume() -> None:
         assert [places[name][1] for name in ("sql", "chat", "own", "art")] == ["a/sql", "a/chat", "", ""]
         assert places["own"][0]["hostPath"]["path"] == "/srv/own" and places["art"][0]["image"]["reference"] == "i:1"
         file = engine["args"][engine["args"].index("--lora-file") + 1]
-        assert "configMap" in folders[os.path.dirname(file)] and os.path.basename(file) == "adapters.json"
+        assert "configMap" in folders[os.path.dirname(file)] and os.path.basename(file).startswith("adapters-")
     assert "--lora-file" not in pod_of(manifests, "router")["spec"]["containers"][0]["args"]
     assert "adapters" not in str(render(service(), Defaults()))
 
@@ -298,9 +298,9 @@ def test_adapters_are_a_list_and_a_mount_of_each_volume() -> None:
 def test_on_one_machine_the_list_names_folders_as_they_are() -> None:
     node = {"path": "/srv"}
     found = with_adapters(lora("own", hostPath=node), lora("sql", hostPath=node | {"subPath": "a/sql"}))
-    (text,) = adapters.config_map(found, mounted=False)["data"].values()
+    (text,) = adapters.config_map(found, "p", mounted=False)["data"].values()
     assert {one["name"]: one["path"] for one in json.loads(text)} == {"own": "/srv", "sql": "/srv/a/sql"}
-    (text,) = adapters.config_map(found)["data"].values()
+    (text,) = adapters.config_map(found, "p")["data"].values()
     assert adapters.digest(found) == hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -5,7 +5,7 @@ A mutation that survives means that an invariant or a scenario is missing. `-s` 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -412,14 +412,14 @@ def prefill_is_kept_on_failure(p: Patch) -> None:
 
 def send_the_first_group_for_all(p: Patch) -> None:
     """As before handoffs knew of groups: the blocks of group 0 under the keys of another."""
-    real = Handoffs._ref
+    real = Handoffs._refs
 
-    def ref(self: Handoffs, seq: Sequence, group: int, index: int) -> BlockRef:
-        right = real(self, seq, group, index)
+    def refs(self: Handoffs, seq: Sequence, group: int, indices: Collection[int]) -> list[BlockRef]:
+        right = real(self, seq, group, indices)
         sends = seq.kind is Kind.SEND
-        return replace(right, block_id=seq.blocks[0][index]) if sends else right
+        return [replace(ref, block_id=seq.blocks[0][ref.index]) if sends else ref for ref in right]
 
-    p.setattr(Handoffs, "_ref", ref)
+    p.setattr(Handoffs, "_refs", refs)
 
 
 def pass_a_window_too_early(p: Patch) -> None:

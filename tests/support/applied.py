@@ -57,6 +57,14 @@ def live(manifest: Object, created: str = "2026-01-01T00:00:00Z") -> Object:
     return {**manifest, "metadata": meta, "status": {}}
 
 
+def applied(manifest: Object) -> Object:
+    """Another object after we have applied it."""
+    meta = {key: value for key, value in manifest["metadata"].items() if key not in ("name", "namespace")}
+    tree = fields({"data": manifest["data"], "metadata": meta})
+    entry = {"manager": "isthmus-operator", "operation": "Apply", "fieldsV1": tree}
+    return {**manifest, "metadata": manifest["metadata"] | {"managedFields": [entry], "uid": meta.get("uid", "c")}}
+
+
 def pod(of: Object, *, ready: bool = True, number: int = 0) -> Object:
     name = of["metadata"]["name"]
     condition = {"type": "Ready", "status": "True" if ready else "False", "lastTransitionTime": "2026-01-01T00:00:00Z"}

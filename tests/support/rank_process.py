@@ -1,12 +1,17 @@
 """One rank of a test: runs a tiny model's executor, leading or following. Arguments: rank, model folder, meeting file,
-blocks, a file for the tokens of rank 0, and the folder of an adapter or nothing."""
+blocks, a file for the tokens of rank 0, and the folder of an adapter, nothing, or `stop`: rank 1 stands still from its
+first step on."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+from concurrent.futures import Future
 from dataclasses import replace
 from datetime import timedelta
+from typing import NoReturn
 
 from torch import distributed
 
@@ -16,7 +21,7 @@ from isthmus_runtime.executor.adapters import AdapterSlots
 from isthmus_runtime.executor.loading import load
 from isthmus_runtime.executor.model_runner import TorchExecutor
 from isthmus_runtime.executor.ranks import LeadingAdapters, LeadingExecutor, follow
-from isthmus_runtime.interfaces.steps import AdapterSlot, Chunk, RowStart, StepPlan
+from isthmus_runtime.interfaces.steps import AdapterSlot, Chunk, RowStart, StepOutput, StepPlan
 from isthmus_runtime.kv.plan import KvPlanInput, plan
 from isthmus_runtime.lora_config import LoraConfig
 from isthmus_runtime.request import SamplingParams
@@ -59,6 +64,26 @@ def executor(folder: str, blocks: int) -> tuple[TorchExecutor, AdapterSlots]:
     return TorchExecutor(loaded, kv_plan, scheduler, KvConfig(block_size=8)), loaded.adapters
 
 
+class _StandsStill(TorchExecutor):
+    def submit(self, plan: StepPlan) -> Future[StepOutput]:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return super().submit(plan)
+
+
+def with_a_rank_that_stands_still(local: TorchExecutor, rank: int) -> NoReturn:
+    """The first rank prints what its second step ends with."""
+    if rank:
+        local.__class__ = _StandsStill
+        follow(local)
+    else:
+        leader = LeadingExecutor(local, patience_s=1.0)
+        first, second, *_ = steps()
+        leader.submit(first)
+        print(leader.submit(second).exception(180), flush=True)
+    # What was sent and not taken would be waited for.
+    os._exit(0)
+
+
 def main() -> int:
     rank, folder, meeting, blocks, out = int(sys.argv[1]), *sys.argv[2:4], int(sys.argv[4]), sys.argv[5]
     local, slots = executor(folder, blocks)
@@ -66,7 +91,9 @@ def main() -> int:
         "gloo", init_method=f"file://{meeting}", rank=rank, world_size=2, timeout=timedelta(seconds=180)
     )
     try:
-        if rank:
+        if sys.argv[6] == "stop":
+            with_a_rank_that_stands_still(local, rank)
+        elif rank:
             follow(local, adapters=slots)
             local.close()
         else:

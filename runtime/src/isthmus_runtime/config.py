@@ -87,6 +87,8 @@ class ModelConfig:
     """CPU threads for the executor; 0: what the scheduler affinity or cgroup gives."""
     deterministic: bool = False
     """Whether a request's tokens must not depend on what shares its steps (ADR 40)."""
+    trust_tokenizer: bool = False
+    """Whether texts are tokenised by expressions that may take very long over some (`openai/expressions.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -140,6 +140,12 @@ def build_serve_parser() -> argparse.ArgumentParser:
         choices=["never", "request", "always"],
         help="whether text of messages may be control tokens; request: where a request allows it",
     )
+    chat.add_argument(
+        "--trust-tokenizer",
+        default="off",
+        choices=["on", "off"],
+        help="on: also one whose expressions may take very long over some texts, where no stranger sends requests",
+    )
     tool_formats = ["auto", "hermes", "llama3", "mistral", "json"]
     chat.add_argument("--tool-format", default="auto", choices=tool_formats, help="auto: as the chat template shows")
     chat.add_argument("--reasoning", default="auto", choices=["auto", "think", "none"], help="splits <think> off")
@@ -196,6 +202,7 @@ def parse_serve(argv: Sequence[str]) -> EngineConfig | RouterConfig:
         task=args.task,
         threads=read.integer("threads", 0, 4096),
         deterministic=args.deterministic == "on",
+        trust_tokenizer=args.trust_tokenizer == "on",
     )
     if model.deterministic and model.quantization == "fp8":
         read.problems.append("--deterministic on: products of --quantization fp8 depend on the batch; leave one out")

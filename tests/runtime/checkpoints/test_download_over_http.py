@@ -117,13 +117,20 @@ def test_a_try_takes_the_whole_files_of_the_one_before(bucket: Bucket, tmp_path:
     left = tmp_path / f".m.pod.{digest}.partial"
     left.mkdir()
     (left / "model-00001.safetensors").write_bytes(WEIGHTS)
+    # Another of the same length, as the storage had it then.
+    (left / "config.json").write_bytes(WANTED["config.json"][::-1])
+    (left / "tokenizer.json").write_bytes(WANTED["tokenizer.json"])
+    then = {"model-00001.safetensors": WEIGHTS, "config.json": WANTED["config.json"][::-1]}
+    tags = {name: f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}"' for name, data in then.items()}
+    (left / ".tags.json").write_text(json.dumps(tags))
     (left / "model-00002.safetensors").write_bytes(b"not whole")
     (left / "model-00002.safetensors.6eF1").write_bytes(b"a piece")
     done = bucket.fetch(tmp_path / "m", "--resume-as", "pod")
     assert done.returncode == 0, done.stderr
     assert holds(tmp_path / "m", WHOLE)
     assert "downloading model-00001" not in done.stderr
-    assert "downloading model-00002" in done.stderr
+    for name in ("model-00002", "config.json", "tokenizer.json"):
+        assert f"downloading {name}" in done.stderr
 
 
 @pytest.mark.slow

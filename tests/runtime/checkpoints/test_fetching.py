@@ -152,6 +152,12 @@ def test_wrong_files_are_not_gone_on_with(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_cache_that_cannot_be_written_is_named() -> None:
+    """As a folder that the kubelet made, which is root's. Nobody makes a folder in /sys."""
+    with pytest.raises(WeightsError, match=f"/sys/isthmus.*user {os.geteuid()}.*must be able to write to /sys/isthmus"):
+        in_place(Path("/sys/isthmus/m"), ORIGIN, print, partial(write, weights=True), weights=True)
+
+
 def test_credentials_come_from_a_mounted_secret(tmp_path: Path) -> None:
     (tmp_path / "accessKeyId").write_text("id\n")
     with pytest.raises(WeightsError, match="secretAccessKey"):

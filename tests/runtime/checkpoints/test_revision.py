@@ -46,6 +46,19 @@ def test_each_tensor_counts(tmp_path: Path) -> None:
     assert write(tmp_path / "m", held, config='{"a": 1}') not in seen
 
 
+def test_files_that_an_index_chooses_count(tmp_path: Path) -> None:
+    """A folder with two sets of weights, of which another commit reads the other."""
+    seen = set()
+    for name in ("a", "b", "neither"):
+        folder = tmp_path / name
+        write(folder, tensors())
+        if name != "neither":
+            chosen = {"weight_map": dict.fromkeys(SHAPES, f"model-{name}.safetensors")}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(chosen))
+        seen.add(weights_revision(str(folder)))
+    assert len(seen) == 3
+
+
 def middle(name: str, folder: Path) -> dict[str, torch.Tensor]:
     """With a value changed that no sample has, of `name`."""
     held = tensors()

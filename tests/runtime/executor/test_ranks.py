@@ -36,10 +36,10 @@ def model_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run_ranks(folder: Path, blocks: tuple[int, int], adapter: str = "") -> list[tuple[int, str]]:
-    """Both ranks to their end: exit status and output of each."""
+def start_ranks(folder: Path, blocks: tuple[int, int], adapter: str = "") -> list[subprocess.Popen[str]]:
+    """Both ranks."""
     out = folder / "tokens.json"
-    processes = [
+    return [
         subprocess.Popen(
             [sys.executable, rank_process.__file__, *map(str, (rank, folder, folder / "meeting", count, out, adapter))],
             stdout=subprocess.PIPE,
@@ -47,6 +47,11 @@ def run_ranks(folder: Path, blocks: tuple[int, int], adapter: str = "") -> list[
         )
         for rank, count in enumerate(blocks)
     ]
+
+
+def run_ranks(folder: Path, blocks: tuple[int, int], adapter: str = "") -> list[tuple[int, str]]:
+    """Both ranks to their end: exit status and output of each."""
+    processes = start_ranks(folder, blocks, adapter)
     try:
         outputs = [process.communicate(timeout=DEADLINE_S)[0] for process in processes]
     finally:
@@ -78,6 +83,18 @@ def test_ranks_with_different_pools_are_refused_by_both(model_dir: Path) -> None
     for status, output in run_ranks(model_dir, (9, 8)):
         assert status == 2
         assert "rank 0 has 9 blocks of layout" in output and "rank 1 has 8 blocks" in output
+
+
+@pytest.mark.slow
+def test_a_rank_that_stands_still_is_lost(model_dir: Path) -> None:
+    first, other = start_ranks(model_dir, (9, 9), "stop")
+    with first, other:
+        try:
+            told = first.communicate(timeout=DEADLINE_S)[0]
+        finally:
+            first.kill()
+            other.kill()
+    assert "step 1 was not run: a rank of this engine is lost: it did not take what it was told within 1 s" in told
 
 
 def test_a_plan_survives_its_journey() -> None:

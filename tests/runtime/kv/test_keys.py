@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from isthmus_runtime.kv import keys
 from isthmus_runtime.kv.keys import (
     NO_EXTRA,
     ExtraKeys,
@@ -66,7 +67,7 @@ def test_pinned_vectors() -> None:
         "fcbdf7b97987097cf0efe14a1e312cb777ab8dcaeac547f2ea01fb140972b2c9",
         "d26e2872ff8cc538600593a3ad89acd93c3fd9f458eb3d5a535135bf400fcb53",
     ]
-    assert layout_digest(**LAYOUT) == "9c80dabf27307d9eb38120a0cb9b9bf5"  # type: ignore[arg-type]
+    assert layout_digest(**LAYOUT) == "f509c8209538f3aac6fe7cd060e51b4c"  # type: ignore[arg-type]
     parent = block_hashes(range(8), 4)[-1]
     assert tail_hash(parent, [8]).hex() == "b0dc49aadeefff51dbc105cf3e00c9d60812063bf1289f46094d9702ff0d6a6b"
     assert full_block_key("lay", parent, (0, 8)) == f"lay:{parent.hex()}:g0:lall:h0-8"
@@ -75,6 +76,12 @@ def test_pinned_vectors() -> None:
         == f"lay:{tail_hash(parent, [8]).hex()}:g1:l0-16:h0-8:partial:1:req%2F1%3Ax:a2"
     )
     assert record_key("req-1", 3) == "record:req-1:3"
+
+
+def test_a_pool_s_names_change_with_what_its_bytes_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = layout_digest(**LAYOUT)  # type: ignore[arg-type]
+    monkeypatch.setattr(keys, "KV_ABI", keys.KV_ABI + 1)
+    assert layout_digest(**LAYOUT) != before  # type: ignore[arg-type]
 
 
 def test_the_encoding_is_the_documented_one() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import copy
 import gc
 import json
 import random
+import re
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -18,9 +21,11 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from isthmus_runtime.errors import ConfigError, EngineFailed, InvalidRequest, Overloaded
+from isthmus_runtime.openai import expressions as expressions_module
 from isthmus_runtime.openai import tokenizer as tokenizer_module
 from isthmus_runtime.openai import words
-from isthmus_runtime.openai.bounds import cut, growth, is_steady, longest_part, may_cut, token_bound
+from isthmus_runtime.openai.bounds import cut, growth, longest_part, may_cut, token_bound
+from isthmus_runtime.openai.expressions import Runs, is_steady
 from isthmus_runtime.openai.together import together
 from isthmus_runtime.openai.tokenizer import Tokenizer as ModelTokenizer
 from isthmus_runtime.openai.tokenizer import TooManyTokens
@@ -125,10 +130,16 @@ def test_a_text_has_the_ids_of_its_parts_and_no_fewer_than_its_bound(name, text,
     assert bound is not None and bound.least(text) <= len(ids)
 
 
-def loaded(made, **config):
+def loaded(made, *, trusted=False, **config):
     own = Tokenizer.from_str(made.to_str())
     return tokenizer_module.Tokenizer(
-        own, config=config, eos_token_ids=(), vocab_size=400, chat_template=None, defaults=SamplingOptions()
+        own,
+        config=config,
+        eos_token_ids=(),
+        vocab_size=400,
+        chat_template=None,
+        defaults=SamplingOptions(),
+        trusted=trusted,
     )
 
 
@@ -402,7 +413,7 @@ def test_what_has_no_place_to_be_cut_is_bounded_by_what_a_context_is_worth(token
         (r"\p{L}+\p{L}+\d|.", False),
         (r"\p{L}+\p{L}+(\d)|.", False),
         (r" ?\p{L}+\p{L}?\p{L}?\p{L}?\p{L}*\d|.", False),
-        (r"a?a?a?a?a?a?b+|.", False),
+        (r"a?" * 10 + "b+|.", False),
         (r" ?\p{L}{0,99}\p{L}{0,99}\p{L}{0,99}\d|.", False),
         (r"(?x)[ ]?(\p{L}+) +\d|.", False),
         (r" ?(?:\p{L}|\p{L})+(?=\d)| ?\p{L}+|.", False),
@@ -415,7 +426,11 @@ def test_what_has_no_place_to_be_cut_is_bounded_by_what_a_context_is_worth(token
         (r"\p{L}+(?=\d)|" * 5 + ".", False),
         (r"[b-z]|" * 1000 + ".", False),
         (r"\X+\d|\X+!|.", False),
-        (r"(?:abc)+(?=\d)|.", True),
+        # One way, and hundreds of letters in it, after each letter of a run.
+        (r"\p{L}+(?:" + r"\p{L}" * 300 + r"\d)|.", False),
+        (r"\p{L}?" * 6 + r"\p{L}" * 500 + r"\d|.", False),
+        (r"(?:abc)+(?=\d)|.", False),
+        (r"(?:abc)+|.", True),
         (r"\p{L}+(?=\d)|" * 4 + ".", True),
         (
             r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{M}]*[\p{Ll}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -453,6 +468,97 @@ def test_what_may_try_a_text_in_many_ways_is_told_by_its_form_and_not_loaded(pat
         return
     with pytest.raises(ConfigError, match="may take very long over a short text"):
         loaded(made)
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "steady", "with_runs"),
+    [
+        (normalizers.Sequence([normalizers.NFC()]), True, True),
+        (normalizers.NFKC(), True, False),
+        (normalizers.Replace(" ", "\u2581"), True, False),
+        (normalizers.Replace("1", ""), True, False),
+        (normalizers.Sequence([normalizers.Replace("a", "aa")] * 3), True, False),
+        (normalizers.Sequence([normalizers.Replace("a", "aa")] * 40), False, False),
+        (normalizers.Replace(Regex("a"), "a" * 1000), False, False),
+        (normalizers.Prepend("a" * 1000), False, False),
+    ],
+)
+def test_a_normalizer_makes_no_text_much_longer_and_hides_no_run(normalizer, steady, with_runs):
+    """Forty times twice as long: a letter takes all memory."""
+    for pattern, expected in ((r"\p{L}+", steady), (r"\p{L}+(?=\d)|.", with_runs)):
+        step = pre_tokenizers.Split(Regex(pattern), "isolated")
+        made = byte_level_bpe(["a b"], step=step)
+        made.normalizer = normalizer
+        assert is_steady(json.loads(made.to_str())) is expected
+
+
+def test_what_a_normalizer_s_trie_leads_to_is_bounded():
+    for text, steady in ((b"a" * 32, True), (b"a" * 33, False)):
+        blob = (4).to_bytes(4, "little") + bytes(4) + b"b\0" + text + b"\0c"
+        step = {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(blob).decode()}
+        assert is_steady({"normalizer": {"type": "Sequence", "normalizers": [step]}}) is steady
+
+
+DEEPSEEK_V2 = [
+    r"[\r\n]",
+    r"\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳ]+",
+    r"\s?[!-/:-~！-／：-～‘-‟\u3000-。]+",
+    r"\s+$",
+    r"[一-龥ࠀ-一가-퟿]+",
+]
+
+
+def with_expressions(*patterns):
+    splits = [pre_tokenizers.Split(Regex(one), "isolated") for one in patterns]
+    return byte_level_bpe(
+        CORPUS, step=pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    )
+
+
+def test_letters_in_a_row_that_are_tried_again_from_each_on_are_not_tokenised(monkeypatch):
+    """An hour for a million spaces before a digit, in a thread that nobody can end."""
+    tokenizer = loaded(with_expressions(*DEEPSEEK_V2))
+    whole = []
+    real = tokenizer._tokenizer
+    monkeypatch.setattr(
+        tokenizer,
+        "_tokenizer",
+        SimpleNamespace(encode_batch_fast=lambda *a, **b: whole.append(a) or [real.encode("a")]),
+    )
+    for text in (" " * 70_000 + "1", "a word " * 10_000 + " " * 60_000 + "7 b", "x" + "\u00a0 \t" * 20_000 + "1"):
+        for encode in (tokenizer.encode, tokenizer.encode_alone, lambda text: tokenizer.encode_end(text, 5)):
+            with pytest.raises(InvalidRequest, match=r"characters of one kind in a row.*break up"):
+                encode(text)
+    assert not whole
+    for text in (" " * 30_000 + "1", "a" * 100_000, "7" * 100_000, ("word " * 99 + " " * 300 + "1\n") * 200):
+        tokenizer.encode(text)
+    assert len(whole) == 4
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_runs_are_found_wherever_they_are(seed, monkeypatch):
+    print("seed", seed)
+    r = random.Random(seed)
+    monkeypatch.setattr(expressions_module, "_LOOKED_AT", 1 << 20)
+    runs = Runs(json.loads(with_expressions(r"\s+$", r"(?i:x|y)[a-cA-C]+(?=1)|[a-cA-C]+\d|.").to_str()))
+    parts = [(" \t\u00a0", "abc", "ABC", "xyz1")[r.randrange(4)] for _ in range(40)]
+    text = "".join("".join(r.choices(part, k=r.choice([1, 30, 511, 512, 600, 3000]))) for part in parts)
+    # Two ways to begin, and one.
+    spent = sum(len(run) ** 2 for run in re.findall(r"\s{512,}", text))
+    lengths = [len(run) for run in re.findall(r"[a-cA-C]{512,}", text)]
+    spent += 3 * sum(length**2 for length in lengths)
+    longest = max([*map(len, re.findall(r"\s{512,}", text)), *lengths], default=0)
+    for most, found in ((spent, 0), (spent - 1, longest)):
+        monkeypatch.setattr(expressions_module, "_MOST_OF_RUNS", most)
+        assert runs.longest_slow(text) == (found if spent else 0)
+
+
+def test_an_owner_may_take_the_risk():
+    digits = with_expressions(r"(?=(\d{3})+(?!\d))")
+    with pytest.raises(ConfigError, match="--trust-tokenizer on"):
+        loaded(digits)
+    trusted = loaded(digits, trusted=True)
+    assert len(trusted.encode("1234")) == 4 and trusted.digest
 
 
 def test_the_expressions_of_deepseek_s_tokenizer_are_taken_together():
@@ -502,6 +608,14 @@ def test_a_body_of_words_has_short_parts_and_one_of_digits_none():
     for text in ("7" * 300_000, "\n " * 100_000, "\u00a0 " * 100_000, "\\ " * 100_000):
         body = json.dumps({"prompt": text}).encode()
         assert longest_part(body, 1 << 16) == len(body)
+
+
+@pytest.mark.parametrize("more", [{}, {"detail": None}, {"at": 3, "list": [1, 2]}])
+def test_the_marks_of_json_itself_are_no_places(more):
+    """Parts of a message become one text, in which nothing is left of what was between them."""
+    parts = [{"type": "text", "text": "7" * 65_000, **more} for _ in range(15)]
+    body = json.dumps({"messages": [{"role": "user", "content": parts}]}).encode()
+    assert longest_part(body, 1 << 16) == len(body)
 
 
 def test_ids_of_prompts_share_their_numbers(tokenizer, monkeypatch):

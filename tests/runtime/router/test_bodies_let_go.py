@@ -8,16 +8,19 @@ import gc
 import re
 import tracemalloc
 import weakref
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 from aiohttp import web
 
+from isthmus_runtime.errors import Overloaded, RequestError
 from isthmus_runtime.protocol.calls import PrefillAnswer
 from isthmus_runtime.protocol.lines import reserved_line, token_line
 from isthmus_runtime.protocol.request import request_json
 from isthmus_runtime.protocol.ticket import Ticket
 from isthmus_runtime.request import FinishReason, SamplingParams, TokenChunk, TokenLogprobs
+from isthmus_runtime.router.attempt import Attempt
 from isthmus_runtime.router.wire import Exchange
 
 CHOICES = 6
@@ -138,6 +141,50 @@ def test_what_nobody_reads_is_little_and_goes_with_the_connection(rig, run, kit)
                 await until(lambda: exchange() is None)
             finally:
                 gc.enable()
+
+    run(main())
+
+
+@pytest.mark.parametrize("roles", [("unified",), ("prefill", "decode")])
+@pytest.mark.parametrize("how", ["refused", "lost", "lost later", "late", "left"])
+def test_nothing_of_a_request_that_failed_waits_for_the_collector(rig, run, kit, how, roles) -> None:
+    """Its errors have frames that have it, and its prompt may be megabytes: many are refused where engines are full."""
+
+    async def main() -> None:
+        engines, never, begun = [kit.Engine(role) for role in roles], asyncio.Event(), asyncio.Event()
+        script = {
+            "refused": [Overloaded("full", status=429)],
+            "lost": [kit.DIE],
+            "lost later": [FIRST, kit.DIE],
+            "late": [never],
+            "left": [FIRST, never],
+        }[how]
+        for engine in engines:
+            engine.before, engine.script, engine.local_script = script[: how == "refused"], script, script
+        async with rig(*engines) as r:
+
+            def take(chunk: TokenChunk) -> bool:
+                begun.set()
+                return True
+
+            async def ask() -> None:
+                wanted = kit.request(timeout_s=0.2 if how == "late" else 20.0)
+                with suppress(RequestError):
+                    await r.backend.push(wanted, take)
+
+            gc.collect()
+            gc.disable()
+            try:
+                task = asyncio.ensure_future(ask())
+                if how == "left":
+                    await begun.wait()
+                    task.cancel()
+                await asyncio.wait([task])
+                del task
+                await until(lambda: not any(isinstance(one, Attempt) for one in gc.get_objects()))
+            finally:
+                gc.enable()
+            never.set()
 
     run(main())
 

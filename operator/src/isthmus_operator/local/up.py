@@ -19,6 +19,7 @@ from ..errors import UserError
 from ..files import Documents
 from ..render import adapters
 from ..render.names import ROUTER_PORT, Component, Defaults
+from ..render.revision import pairing
 from ..render.service import render
 from ..settings import cache_dir, inherited_environment
 from .addresses import Addresses
@@ -88,7 +89,7 @@ def made_objects(service: InferenceService, manifests: list[dict[str, Any]]) -> 
     """ConfigMaps of the service by (kind, name). Nothing is mounted here, so its adapters are listed where they are."""
     made = [manifest for manifest in manifests if manifest["kind"] == "ConfigMap"]
     if service.spec.model.adapters:
-        made.append(adapters.config_map(service, mounted=False))
+        made.append(adapters.config_map(service, pairing(service), mounted=False))
     return {("ConfigMap", one["metadata"]["name"]): one for one in made}
 
 

@@ -1,16 +1,39 @@
-"""Pure: which adapters of the spec which engines lack, as a condition."""
+"""Pure: the lists of adapters that engines follow; and which adapters of the spec which engines lack, a condition."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from ..api.reasons import Reason
 from ..api.v1alpha1 import InferenceService
 from ..render import adapters
+from ..render.names import PAIRING_LABEL
+from ..render.revision import pairing
 from .causes import State
 from .observed import EngineFacts
+from .ownership import owned, plain
 
 _MOST_TOLD = 8
+
+Object = Mapping[str, Any]
+
+
+def lists_of_adapters(service: InferenceService, there: Object | None, workloads: Iterable[Object]) -> dict[str, Any]:
+    """The ConfigMap with the list of the present spec, and those that engines of another pairing follow, as they are:
+    theirs is another base. `there`: as it is now; `workloads`: Deployments."""
+    present = pairing(service)
+    made = adapters.config_map(service, present)
+    kept = {} if there is None else plain(owned(there)).get("data") or {}
+    others: dict[str, str] = {}
+    for workload in workloads:
+        file = adapters.file_of(workload)
+        if file and (workload["metadata"].get("labels") or {}).get(PAIRING_LABEL) == present:
+            # Earlier operators made one list for all.
+            made["data"][file] = adapters.text(service)
+        elif file in kept:
+            others[file] = kept[file]
+    return {**made, "data": others | made["data"]}
 
 
 def adapters_state(service: InferenceService, answered: Mapping[str, EngineFacts]) -> State:

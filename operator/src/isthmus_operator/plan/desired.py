@@ -12,6 +12,7 @@ from ..render import adapters, credentials, engine, mooncake, policies, router, 
 from ..render.names import REVISION_LABEL, Component, Defaults, child_name, is_engine
 from ..render.revision import pairing, role_revision
 from ..render.service import components
+from .adapters import lists_of_adapters
 from .observe import component_of, is_child
 from .observed import SICK_AFTER_S, Observed, Workload
 from .ownership import marked, owned, pinned, plain
@@ -74,8 +75,8 @@ def desired(
     if defaults.issuer is not None:
         apply.insert(0, credentials.config_map(service, defaults.issuer, required=guarded and _all_guarded(apply)))
     if service.spec.model.adapters or ("ConfigMap", adapters.name(service)) in mine:
-        # Where none are left, engines that stay a while have none at once.
-        apply.insert(0, adapters.config_map(service))
+        workloads = [one for (kind, _), one in live.items() if kind == "Deployment"]
+        apply.insert(0, lists_of_adapters(service, mine.get(("ConfigMap", adapters.name(service))), workloads))
     scalers = [_scaler(service, part, wanted) for part in parts if is_engine(part)]
     create = tuple(one for one in scalers if one is not None)
     named = {name_of(one) for one in (*apply, *create)}

@@ -1,6 +1,7 @@
 """Low-rank adapters: the list that engines follow, and the volumes in which its adapters lie.
 
-The list is in no revision: kubelets bring a changed one into pods that run. A volume is part of a pod, so the volumes
+The list is in no revision: kubelets bring a changed one into pods that run. But engines of another base have a list
+of their own, by their pairing: adapters of one base are none of another's. A volume is part of a pod, so the volumes
 are in the revision of engines. Routers learn from engines which adapters there are.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from posixpath import normpath
 from typing import Any
 
@@ -15,17 +17,30 @@ from ..api.model_spec import AdapterSource, Model
 from ..api.v1alpha1 import InferenceService
 from .names import child_name, metadata
 
-FILE = "adapters.json"
 FOLDER = "/etc/isthmus/adapters"
+_FLAG = "--lora-file"
 _LIST = "adapters"
 _ROOT = "/adapters"
 
 Object = dict[str, Any]
 
 
-def args(service: InferenceService) -> list[str]:
-    """Arguments of an engine; none without adapters."""
-    return ["--lora-file", f"{FOLDER}/{FILE}"] if service.spec.model.adapters else []
+def args(service: InferenceService, pairing: str) -> list[str]:
+    """Arguments of an engine of a pairing; none without adapters."""
+    return [_FLAG, f"{FOLDER}/{_file(pairing)}"] if service.spec.model.adapters else []
+
+
+def _file(pairing: str) -> str:
+    return f"adapters-{pairing}.json"
+
+
+def file_of(workload: Mapping[str, Any]) -> str:
+    """Name of the list that engines of a Deployment follow; empty for none."""
+    for container in workload["spec"]["template"]["spec"].get("containers") or ():
+        given = [*(container.get("args") or ())]
+        if _FLAG in given[:-1]:
+            return str(given[given.index(_FLAG) + 1]).removeprefix(f"{FOLDER}/")
+    return ""
 
 
 def keys(model: Model) -> list[str]:
@@ -51,19 +66,20 @@ def mounts(service: InferenceService) -> list[Object]:
     return [listed, *({"name": f"{_LIST}-{key}", "mountPath": f"{_ROOT}/{key}", "readOnly": True} for key in found)]
 
 
-def config_map(service: InferenceService, *, mounted: bool = True) -> Object:
-    """The list. Not `mounted`: for engines that see the folders of this machine as they are."""
+def config_map(service: InferenceService, pairing: str, *, mounted: bool = True) -> Object:
+    """The list, for engines of a pairing; none without adapters. Not `mounted`: for engines that see the folders of
+    this machine as they are."""
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": metadata(service, name(service)),
-        "data": {FILE: _text(service, mounted=mounted)},
+        "data": {_file(pairing): text(service, mounted=mounted)} if service.spec.model.adapters else {},
     }
 
 
 def digest(service: InferenceService) -> str:
     """By which an engine tells that it has read this list."""
-    return hashlib.sha256(_text(service, mounted=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(text(service).encode()).hexdigest()[:16]
 
 
 def name(service: InferenceService) -> str:
@@ -71,7 +87,8 @@ def name(service: InferenceService) -> str:
     return child_name(service.name, "adapters")
 
 
-def _text(service: InferenceService, *, mounted: bool) -> str:
+def text(service: InferenceService, *, mounted: bool = True) -> str:
+    """The list as engines read it."""
     entries = [{"name": one.name, "path": _path(one.source, mounted)} for one in service.spec.model.adapters]
     return json.dumps(entries, separators=(",", ":"))
 

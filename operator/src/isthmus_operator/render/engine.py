@@ -89,7 +89,7 @@ def engine_args(service: InferenceService, component: Component, model_path: str
     args += _kv(service, role)
     if spec.engine.parallelism.tensor > 1:
         args += ["--tensor-parallel-size", str(spec.engine.parallelism.tensor)]
-    args += adapters.args(service)
+    args += adapters.args(service, pairing(service))
     if spec.engine.speculative is not None and component is not Component.PREFILL:
         guesses = spec.engine.speculative
         args += ["--speculative-method", guesses.method.value.lower(), "--speculative-tokens", str(guesses.tokens)]

@@ -7,6 +7,7 @@ from typing import Any
 from ..api.v1alpha1 import InferenceService
 from . import adapters, credentials, engine, mooncake, policies, router
 from .names import Component, Defaults
+from .revision import pairing
 
 
 def components(service: InferenceService) -> tuple[Component, ...]:
@@ -32,7 +33,7 @@ def render(service: InferenceService, defaults: Defaults) -> list[dict[str, Any]
     if defaults.issuer is not None:
         out.append(credentials.config_map(service, defaults.issuer, required=True))
     if service.spec.model.adapters:
-        out.append(adapters.config_map(service))
+        out.append(adapters.config_map(service, pairing(service)))
     for part in parts:
         if part is Component.STORE:
             out += [mooncake.master_service(service), mooncake.stateful_set(service, defaults)]

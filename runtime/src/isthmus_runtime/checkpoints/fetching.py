@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import tempfile
 import time
@@ -44,14 +45,22 @@ def in_place(
     earlier start or by another pod of the same cache, perhaps while this one was downloading. `resume_as`: a name that
     no other downloader of this cache has; what was downloaded when it fails or is killed is then kept, and given to
     `download` again by the next call with that name and origin. Raises WeightsError when the download is not a model of
-    a supported kind, or `out` is something else.
+    a supported kind, `out` is something else, or nothing can be written beside it.
     """
     if _complete(out, origin, weights=weights):
         progress(f"{out} is there already")
         return
-    out.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(out, progress)
-    partial = _partial(out, origin, progress, resume_as)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(out, progress)
+        partial = _partial(out, origin, progress, resume_as)
+    except OSError as error:
+        if no_space(error):
+            raise
+        raise WeightsError(
+            f"{error.filename or out.parent}: {error.strerror}; user {os.geteuid()}, group {os.getegid()} must be able "
+            f"to write to {out.parent}: give the folder to one of them, or name another"
+        ) from error
     keep = bool(resume_as)
     try:
         _download(out, partial, progress, download)

@@ -174,6 +174,8 @@ def _describe(
     """The tokenizer, and the model's config.json (without its dtype)."""
     meta, source, value, arch = header.metadata, header.source, header.value, form.architecture
     heads, hidden = value("attention.head_count"), value("embedding_length")
+    if heads < 1:
+        raise WeightsError(f"{source}: {arch}.attention.head_count is {heads}; a model has one head or more")
     head_dim = meta.get(f"{arch}.attention.key_length") or hidden // heads
     rope_scaling = None if form.own_rope else _rope_scaling(header, head_dim)
     context = value("context_length")

@@ -18,6 +18,8 @@ MAX_PART_BYTES = 200
 """Of a file's name, or of a folder's in a listing: file systems take 255, and downloads add endings of their own."""
 MAX_NAME_BYTES = 1024
 MAX_FILES = 10_000
+INDEX = "model.safetensors.index.json"
+"""Which file each tensor is read from."""
 NESTED: Mapping[str, str] = MappingProxyType({POOLING_THERE: POOLING_HERE})
 """Files in folders of a source that belong to a model's weights -> their names in its own folder, which has none."""
 OURS = (SOURCE_FILE, MARKER, *NESTED.values())

@@ -10,6 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from ..errors import WeightsError
+from .names import INDEX
 from .provenance import recorded_digests
 
 _WHOLE_BYTES = 32 << 10
@@ -23,9 +24,10 @@ _AT_ONCE = 8
 
 
 def weights_revision(directory: str) -> str:
-    """Digest (32 hex digits) over config.json and, per safetensors file, its name, size, header and of each tensor a
-    sample: all of a small one, otherwise four pieces of 4 KiB, its ends among them; and where the folder has a record
-    of what was downloaded or imported, the SHA-256 that it has of the weights.
+    """Digest (32 hex digits) over config.json, the index that says which file each tensor is read from, and, per
+    safetensors file, its name, size, header and of each tensor a sample: all of a small one, otherwise four pieces of
+    4 KiB, its ends among them; and where the folder has a record of what was downloaded or imported, the SHA-256 that
+    it has of the weights.
 
     Two engines share KV only when this agrees, so it must differ between fine-tunes of one architecture, also where
     they change a part of the tensors. Sampling keeps a start from reading every byte of a large model twice; a change
@@ -37,6 +39,8 @@ def weights_revision(directory: str) -> str:
     if not files or not config.is_file():
         raise WeightsError(f"{directory} has no config.json with *.safetensors beside it; import or fetch a model")
     digest = sha256(config.read_bytes())
+    if (index := root / INDEX).is_file():
+        digest.update(sha256(index.read_bytes()).digest())
     recorded = recorded_digests(root)
     with ThreadPoolExecutor(_AT_ONCE, "revision") as pool:
         for file, sample in zip(files, pool.map(_sample, files), strict=True):

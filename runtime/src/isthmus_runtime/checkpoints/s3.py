@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,9 @@ from .fetching import MODEL_FILES, TOKENIZER_FILES, Progress, in_place, no_space
 from .names import MAX_FILES, NESTED, choose_files
 from .provenance import Origin, record_files
 from .source_bytes import SourceBytes
+
+_TAGS = ".tags.json"
+"""Of what has been downloaded, in the folder that is filled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +49,8 @@ def fetch_s3(
 ) -> None:
     """Download the folder s3://bucket/prefix into `out`, which appears whole or not at all.
 
-    `resume_as`: see `in_place`; files that are there whole are not downloaded again. Raises WeightsError when the
-    storage refuses, cannot be reached, or has no model there.
+    `resume_as`: see `in_place`; files that are there whole, and are what the storage has now, are not downloaded again.
+    Raises WeightsError when the storage refuses, cannot be reached, has no model there, or has another meanwhile.
     """
     import boto3
     from boto3.exceptions import Boto3Error
@@ -70,14 +74,16 @@ def fetch_s3(
             )
             bound = SourceBytes(uri)
             bound.watch_client(client)
-            sizes = _sizes(client, bucket, prefix, patterns)
+            listed = _listed(client, bucket, prefix, patterns)
+            sizes = {name: size for name, (size, _) in listed.items()}
             nested = {} if tokenizer_only else _nested(client, bucket, prefix)
             if not sizes:
                 raise WeightsError(f"{uri} holds no model files; give the prefix under which config.json lies")
             bound.allow(sum(sizes.values()))
+            known = _known(folder / _TAGS)
             # boto3 names a file only when it is whole: what is there under another name is a piece of one.
             for path in folder.iterdir():
-                if path.name in nested or path.name not in sizes or path.stat().st_size != sizes[path.name]:
+                if path.name not in listed or (path.stat().st_size, known.get(path.name)) != listed[path.name]:
                     path.unlink()
             for number, (name, size) in enumerate(sizes.items(), start=1):
                 if (folder / name).exists():
@@ -86,6 +92,11 @@ def fetch_s3(
                 client.download_file(bucket, prefix + name, str(folder / name))
                 if (found := (folder / name).stat().st_size) != size:
                     raise WeightsError(f"{uri}: {name} has {found} bytes, and is listed with {size}")
+                known[name] = listed[name][1]
+                (folder / _TAGS).write_text(json.dumps(known))
+            if _listed(client, bucket, prefix, patterns) != listed:
+                raise WeightsError(f"{uri}: files there have changed while they were downloaded; try again")
+            (folder / _TAGS).unlink(missing_ok=True)
             for name, key in nested.items():
                 client.download_file(bucket, key, str(folder / name))
         except (Boto3Error, BotoCoreError, ClientError) as e:
@@ -101,12 +112,22 @@ def fetch_s3(
     in_place(out, origin, progress, download, weights=not tokenizer_only, resume_as=resume_as)
 
 
-def _sizes(client: Any, bucket: str, prefix: str, patterns: tuple[str, ...]) -> dict[str, int]:
-    """Name -> bytes of the wanted files directly in the folder."""
+def _known(file: Path) -> dict[str, str]:
+    """Name -> tag of the files that an earlier try has downloaded."""
+    try:
+        known = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _listed(client: Any, bucket: str, prefix: str, patterns: tuple[str, ...]) -> dict[str, tuple[int, str]]:
+    """Name -> (bytes, tag of the content) of the wanted files directly in the folder."""
     pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix, Delimiter="/")
-    listed: dict[str, int] = {}
+    listed: dict[str, tuple[int, str]] = {}
     for page in pages:
-        listed |= {str(item["Key"])[len(prefix) :]: int(item["Size"]) for item in page.get("Contents", ())}
+        for item in page.get("Contents", ()):
+            listed[str(item["Key"])[len(prefix) :]] = int(item["Size"]), str(item.get("ETag", ""))
         if len(listed) > MAX_FILES:
             break  # refused below; there may be no last page
     listed.pop("", None)  # the folder itself, as some tools store it

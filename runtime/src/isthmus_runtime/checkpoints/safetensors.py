@@ -22,10 +22,10 @@ from ..errors import WeightsError
 from ..models.base import Shapes
 from ..models.json_reader import read_json
 from ..models.shard import Slice
+from .names import INDEX
 from .quantized import Scheme, Stored
 
 _LOG = logging.getLogger(__name__)
-_INDEX = "model.safetensors.index.json"
 _DTYPES = MappingProxyType(
     {
         "F32": torch.float32,
@@ -212,7 +212,7 @@ class Checkpoint:
             self._entries = {_BODY + name: entry for name, entry in self._entries.items()}
 
     def _files(self) -> list[Path]:
-        index = self._folder / _INDEX
+        index = self._folder / INDEX
         if index.exists():
             names = read_json(index).get("weight_map")
             if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
@@ -224,7 +224,7 @@ class Checkpoint:
         files = sorted(self._folder.glob("*.safetensors"))
         if len(files) > 1:
             raise WeightsError(
-                f"{self._folder} holds {len(files)} safetensors files but no {_INDEX} that says which file holds what"
+                f"{self._folder} holds {len(files)} safetensors files but no {INDEX} that says which file holds what"
             )
         if not files:
             pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in self._folder.glob(pattern))

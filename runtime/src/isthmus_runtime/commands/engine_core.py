@@ -38,7 +38,6 @@ from ..kv.pool import BlockPool
 from ..kv.prefix import BlockEvent
 from ..openai.tokenizer import Tokenizer
 from ..protocol.info import KvInfo, TransferInfo
-from ..protocol.ticket import KV_ABI
 from ..request import GENERATES, ServedTask
 from ..structured.grammars import Grammars
 from .pool_plan import plan_pool
@@ -173,7 +172,7 @@ def start_engine(
             layout_digest=loaded.digest,
         ),
         transfer=mover.info,
-        fingerprint=sha256(f"{loaded.digest}:{KV_ABI}:{mover.shares}".encode()).hexdigest()[:16],
+        fingerprint=sha256(f"{loaded.digest}:{mover.shares}".encode()).hexdigest()[:16],
         vocab_size=loaded.vocab_size,
         model_revision=pinned_revision(Path(config.model.path)),
         task=loaded.task,
@@ -291,7 +290,7 @@ def _listed_adapters(adapters: AdapterRegistry, config: EngineConfig) -> ListedA
 
 
 def _grammars(model: str, vocab_size: int) -> Grammars:
-    return Grammars.load(model, eos_token_ids=Tokenizer.load(model).eos_token_ids, vocab_size=vocab_size)
+    return Grammars.load(model, eos_token_ids=Tokenizer.load(model, trusted=True).eos_token_ids, vocab_size=vocab_size)
 
 
 class _Mover:

@@ -163,8 +163,9 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     check_shards(read_model_spec(config.model.path), config.tensor_parallel_size)
     followers = Followers(config)
     own, ranks = _load_rank(_Order(config, 0, followers.meeting))
-    leader, slots = LeadingExecutor(own.executor, ranks.plans, ranks.overdue), own.model.adapters
-    adapters = None if slots is None else LeadingAdapters(slots, leader, ranks.plans)
+    patience_s = config.server.no_progress_timeout_s
+    leader, slots = LeadingExecutor(own.executor, ranks.plans, ranks.overdue, patience_s), own.model.adapters
+    adapters = None if slots is None else LeadingAdapters(slots, leader)
     executor = RankedExecutor(leader, followers, ranks.give_up)
     return replace(own, executor=executor, adapters=adapters, rank_sums=ranks.sums)
 

@@ -84,7 +84,9 @@ def serve_engine(config: EngineConfig, process: EngineProcess | None) -> NoRetur
     check_port(config.server.host, config.server.port)
     if config.server.metrics_port:
         check_port(config.server.host, config.server.metrics_port, "--metrics-port")
-    tokenizer = Tokenizer.load(config.model.path) if config.role is Role.UNIFIED else None
+    tokenizer = None
+    if config.role is Role.UNIFIED:
+        tokenizer = Tokenizer.load(config.model.path, trusted=config.model.trust_tokenizer)
     if tokenizer is not None:
         tokenizer.prepare()
     vocabulary = vocabulary_of(config.model.path) if tokenizer is None else tokenizer.digest
@@ -166,7 +168,7 @@ def _apart(config: EngineConfig, process: EngineProcess) -> _Open:
 def vocabulary_of(path: str) -> str:
     """Digest of a model's tokenizer, by which routers know what its ids mean; empty for a folder without one."""
     try:
-        return Tokenizer.load(path).digest
+        return Tokenizer.load(path, trusted=True).digest  # no text is tokenised
     except ConfigError as error:
         log.warning("routers cannot tell whether their ids are this model's: %s", error)
         return ""

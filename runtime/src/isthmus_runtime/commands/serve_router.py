@@ -48,7 +48,7 @@ def serve_router(config: RouterConfig) -> int:
     """Run one router until SIGTERM. Raises ConfigError when it cannot start."""
     let_go_of_large_blocks()
     verify_files(Path(config.model.path))
-    tokenizer = Tokenizer.load(config.model.path)
+    tokenizer = Tokenizer.load(config.model.path, trusted=config.model.trust_tokenizer)
     tokenizer.prepare()
     api_key = read_api_key(config.api_key_file)
     tenants = TenantsFile(config.tenants_file, time.monotonic()) if config.tenants_file else None

@@ -6,10 +6,13 @@ moment the transfer learns the block ids until it says `released`.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 
 from ..interfaces.handoff import BlockRef, PromptResult, ReceiveJob
-from ..kv.keys import extra_keys, full_block_key, root_hash, tail_key
+from ..kv.keys import extra_keys, full_block_keys, root_hash, tail_key
 from ..request import TokenLogprobs
 from .blocks import SequenceBlocks
 from .sequence import Effect, FinishSend, OpenReceive, SendBlocks, Sequence
@@ -99,7 +102,11 @@ class Handoffs:
                 request_id=seq.request.request_id,
                 attempt=seq.attempt,
                 skip_blocks=skip,
-                blocks=tuple(self._ref(seq, group, index) for group, index, _ in places),
+                blocks=tuple(
+                    ref
+                    for group, run in groupby(places, itemgetter(0))
+                    for ref in self._refs(seq, group, [index for _, index, _ in run])
+                ),
                 num_tokens=seq.prompt_len,
                 peer_url=seq.peer_url,
                 peer_epoch=seq.peer_epoch,
@@ -151,7 +158,7 @@ class Handoffs:
         refs: list[BlockRef] = []
         for g, group in enumerate(self._blocks.groups):
             first = max(seq.sent_blocks, seq.skip_blocks, group.passed(seq.prompt_len))
-            refs += [self._ref(seq, g, index) for index in range(first, last)]
+            refs += self._refs(seq, g, range(first, last))
         seq.sent_blocks = max(seq.sent_blocks, last)
         if not refs:
             return []
@@ -198,27 +205,31 @@ class Handoffs:
 
     # -------------------------------------------------------------------------------------------------------- keys
 
-    def _ref(self, seq: Sequence, group: int, index: int) -> BlockRef:
-        """Prompt block `index` of a group under its content key; the incomplete last one is scoped to the attempt."""
-        bs = self._blocks.block_size
-        block = seq.blocks[group][index]
-        assert block, f"{seq.sid} gave block {index} of group {group} back before it was sent"
-        if (index + 1) * bs <= seq.prompt_len:
-            key = full_block_key(self._layout, seq.hashes[index], self._heads, group=group)
-        else:
-            tail = seq.request.prompt_token_ids[index * bs :]
-            extra = extra_keys(seq.request)
-            parent = seq.hashes[index - 1] if index else root_hash(extra)
-            key = tail_key(
-                self._layout,
-                parent,
-                len(tail),
-                tail,
-                seq.request.request_id,
-                seq.attempt,
-                self._heads,
-                group=group,
-                extra=extra,
-                start=index * bs,
-            )
-        return BlockRef(index, block, key, group)
+    def _refs(self, seq: Sequence, group: int, indices: Collection[int]) -> list[BlockRef]:
+        """Prompt blocks of a group under their content keys. They ascend: only the last may be incomplete, and its key
+        is the attempt's own."""
+        full, own, hashes = seq.prompt_len // self._blocks.block_size, seq.blocks[group], seq.hashes
+        whole = [index for index in indices if index < full]
+        keys = full_block_keys(self._layout, [hashes[index] for index in whole], self._heads, group=group)
+        keys += [self._tail_key(seq, group, index) for index in indices if index >= full]
+        refs = [BlockRef(index, own[index], key, group) for index, key in zip(indices, keys, strict=True)]
+        assert all(ref.block_id for ref in refs), f"{seq.sid} gave blocks of group {group} back before they were sent"
+        return refs
+
+    def _tail_key(self, seq: Sequence, group: int, index: int) -> str:
+        start = index * self._blocks.block_size
+        tail = seq.request.prompt_token_ids[start:]
+        extra = extra_keys(seq.request)
+        parent = seq.hashes[index - 1] if index else root_hash(extra)
+        return tail_key(
+            self._layout,
+            parent,
+            len(tail),
+            tail,
+            seq.request.request_id,
+            seq.attempt,
+            self._heads,
+            group=group,
+            extra=extra,
+            start=start,
+        )

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
 from pathlib import Path
+from time import monotonic
 
 import torch
 from pydantic import ConfigDict, TypeAdapter
@@ -42,6 +43,8 @@ _PLAN = TypeAdapter(
 )
 _IDLE = timedelta(days=3650)
 """For a plan ranks wait without a limit: an engine may be idle for long. Whoever starts them ends them."""
+_PATIENCE_S = 120.0
+"""The first rank's, with one that does not take what it says."""
 
 
 class _Kind(IntEnum):
@@ -173,12 +176,14 @@ class LeadingExecutor:
         local: Executor,
         group: distributed.ProcessGroup | None = None,
         overdue: Callable[[], str] = lambda: "",
+        patience_s: float = _PATIENCE_S,
     ) -> None:
-        """`overdue`: why a step of this rank failed, where another one is the cause. Raises ConfigError when the ranks
-        do not agree on their pools."""
+        """`overdue`: why a step of this rank failed, where another one is the cause; a rank that has not taken a plan
+        after `patience_s` is lost. Raises ConfigError when the ranks do not agree on their pools."""
         self._local = local
         self._group = group
         self._overdue = overdue
+        self._patience_s = patience_s
         self._changed = threading.Lock()
         self._broken = ""
         self._running: dict[int, Future[StepOutput]] = {}
@@ -189,7 +194,7 @@ class LeadingExecutor:
         # The other ranks get the step: it cannot be taken back any more.
         promised: Future[StepOutput] = Future()
         promised.set_running_or_notify_cancel()
-        self.tell(lambda: _send(_Kind.PLAN, encode(plan), group=self._group))
+        self.tell(_Kind.PLAN, encode(plan))
         with self._changed:
             broken = self._broken
             if not broken:
@@ -200,13 +205,25 @@ class LeadingExecutor:
         self._local.submit(plan).add_done_callback(lambda done: self._ended(plan.step, done))
         return promised
 
-    def tell(self, send: Callable[[], None]) -> None:
-        """Send something to the other ranks, unless one is lost. The engine's thread."""
-        if not self._broken:
+    def tell(self, kind: _Kind, first: bytes = b"", second: bytes = b"") -> None:
+        """Say something to the other ranks, unless one is lost. The engine's thread, which looks at no step meanwhile:
+        a rank that stands still takes nothing."""
+        if self._broken:
+            return
+        until = monotonic() + self._patience_s
+        for part in _message(kind, first, second):
             try:
-                send()
+                sent = distributed.broadcast(part, 0, group=self._group, async_op=True)
             except RuntimeError as e:
                 self.lost(str(e).splitlines()[0])
+                return
+            assert sent is not None, "a rank sends to a group that it is not in"
+            try:
+                sent.wait(timedelta(seconds=max(0.001, until - monotonic())))  # zero would be no limit
+            except RuntimeError as e:
+                late = f"it did not take what it was told within {self._patience_s:g} s (--no-progress-timeout)"
+                self.lost(str(e).splitlines()[0] if sent.is_completed() else late)
+                return
 
     def lost(self, reason: str) -> None:
         """A rank is gone, and with it every step that runs: its collectives may wait for it for long. Any thread."""
@@ -242,7 +259,7 @@ class LeadingExecutor:
 
     def close(self) -> None:
         """Let the other ranks end, then this one."""
-        self.tell(lambda: _send(_Kind.END, group=self._group))
+        self.tell(_Kind.END)
         self._local.close()
 
 
@@ -265,8 +282,8 @@ class _ReadAdapter:
 class LeadingAdapters:
     """`interfaces.steps.AdapterHolder` of rank 0: its own slots, and those of the others."""
 
-    def __init__(self, local: AdapterSlots, leader: LeadingExecutor, group: distributed.ProcessGroup | None = None):
-        self._local, self._leader, self._group = local, leader, group
+    def __init__(self, local: AdapterSlots, leader: LeadingExecutor) -> None:
+        self._local, self._leader = local, leader
 
     def read(self, folder: str) -> Adapter:
         """Read and check it, for all ranks. Any thread. Raises WeightsError."""
@@ -278,12 +295,12 @@ class LeadingAdapters:
         assert isinstance(adapter, _ReadAdapter)
         files = adapter.files
         self._local.keep(adapter.own)
-        self._leader.tell(lambda: _send(_Kind.KEEP, files.config, files.weights, group=self._group))
+        self._leader.tell(_Kind.KEEP, files.config, files.weights)
 
     def drop(self, digest: str) -> None:
         """Forget it on every rank."""
         self._local.drop(digest)
-        self._leader.tell(lambda: _send(_Kind.DROP, digest.encode(), group=self._group))
+        self._leader.tell(_Kind.DROP, digest.encode())
 
     def kept(self) -> Mapping[str, int]:
         """Of this rank, as every other one has them."""
@@ -311,11 +328,10 @@ def follow(
         newest.result()
 
 
-def _send(kind: _Kind, first: bytes = b"", second: bytes = b"", *, group: distributed.ProcessGroup | None) -> None:
-    distributed.broadcast(torch.tensor([kind, len(first), len(second)]), 0, group=group)
-    for data in (first, second):
-        if data:
-            distributed.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0, group=group)
+def _message(kind: _Kind, first: bytes, second: bytes) -> list[torch.Tensor]:
+    """What `_receive` takes, part by part."""
+    texts = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in (first, second) if data]
+    return [torch.tensor([kind, len(first), len(second)]), *texts]
 
 
 def _receive(group: distributed.ProcessGroup | None) -> tuple[_Kind, bytes, bytes]:

@@ -11,9 +11,10 @@ from ..protocol.ticket import PrefillRecord, Ticket
 from ..request import TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BlockRef:
-    """A prompt block that is ready to be sent."""
+    """A prompt block that is ready to be sent. Never changed; a long prompt has thousands, and frozen ones take three
+    times as long to make."""
 
     index: int
     """Position in the prompt, 0-based, in blocks."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ..protocol.ticket import Ticket
 
@@ -30,8 +30,7 @@ class KvRegion:
     """As torch spells it: `cpu`, `cuda:0`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class Piece(NamedTuple):
     """One block, or a part of it, on its way."""
 
     block_id: int

@@ -14,7 +14,7 @@ In the pool a service with a secret uses names of its own (`pool_name`), from wh
 import hmac
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from urllib.parse import quote
@@ -23,6 +23,9 @@ from ..request import GenerateRequest
 
 TOKEN_BYTES = 4
 _VERSION = b"isthmus-kv-2"
+KV_ABI = 3
+"""Raise it when bytes in a block or in the pool, or the records between engines, change meaning. Part of the layout's
+digest, and so of the keys of a pool and of engines' fingerprints."""
 _MAX_READABLE = 96
 
 # Tags of the encoded parts. Values are part of every stored key: never renumber.
@@ -192,7 +195,7 @@ def layout_digest(
     parts = [_utf8(model_revision), _utf8(dtype), _utf8(layout)]
     parts.extend(str(number).encode() for number in numbers)
     parts.extend(_utf8(detail) for detail in details)
-    return sha256(_VERSION + _field(_TAG_LAYOUT, *parts)).hexdigest()[:32]
+    return sha256(_VERSION + _field(_TAG_LAYOUT, f"abi={KV_ABI}".encode(), *parts)).hexdigest()[:32]
 
 
 def full_block_key(
@@ -212,7 +215,20 @@ def full_block_key(
         group: KV cache group, for hybrid models (its layers have other bytes for the same tokens).
         layer_range: half-open range of layers, when a pipeline stage holds only some.
     """
-    return f"{layout}:{chain_hash.hex()}:{_part(head_range, group, layer_range)}"
+    return full_block_keys(layout, (chain_hash,), head_range, group=group, layer_range=layer_range)[0]
+
+
+def full_block_keys(
+    layout: str,
+    chain_hashes: Iterable[bytes],
+    head_range: tuple[int, int],
+    *,
+    group: int = 0,
+    layer_range: tuple[int, int] | None = None,
+) -> list[str]:
+    """`full_block_key` of many."""
+    part = _part(head_range, group, layer_range)
+    return [f"{layout}:{one.hex()}:{part}" for one in chain_hashes]
 
 
 def tail_key(

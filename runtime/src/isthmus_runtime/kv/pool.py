@@ -258,7 +258,8 @@ class BlockPool:
                 raise PoolError(f"block {block} cannot be read: it is {BlockState(self._state[block]).name}")
         for block in block_ids:
             self._readers[block] += 1
-            self._settle(block)
+            if self._state[block] != BlockState.OWNED:
+                self._settle(block)
 
     def end_read(self, block_ids: Sequence[int]) -> None:
         """End one reader lease on each block.
@@ -269,7 +270,8 @@ class BlockPool:
         self._check_holds(block_ids, self._readers, "reader lease")
         for block in reversed(block_ids):
             self._readers[block] -= 1
-            self._settle(block)
+            if not (self._readers[block] or self._refs[block]):
+                self._settle(block)
 
     def quarantine(self, block_ids: Sequence[int]) -> None:
         """Take blocks whose writer may still be writing out of circulation, ending the request's reference.

@@ -88,145 +88,6 @@ def growth(tokenizer: Mapping[str, Any]) -> int | None:
     return _NFC_GROWS if normalizers else 1
 
 
-def is_steady(tokenizer: Mapping[str, Any]) -> bool:
-    """Whether the expressions of a tokenizer.json have a form that never takes long over a short text. One match of the
-    library takes some tenths of a second at most, and a text may have one at each word."""
-    patterns = expressions(tokenizer)
-    if sum(map(len, patterns)) > _MOST_CHARACTERS:
-        return False
-    costs = [cost for pattern in patterns for cost in _costs(pattern)]
-    ways, again = (sum(cost[part] for cost in costs if cost) for part in (0, 1))
-    return None not in costs and ways <= _MOST_WAYS and again <= _MOST_AGAIN
-
-
-def expressions(tokenizer: Mapping[str, Any]) -> list[str]:
-    """The regular expressions of a tokenizer.json."""
-    return list(_expressions([tokenizer.get("pre_tokenizer"), tokenizer.get("normalizer")]))
-
-
-def _expressions(value: Any) -> Iterator[str]:
-    if isinstance(value, Mapping):
-        found = value.get("Regex")
-        if isinstance(found, str):
-            yield found
-        value = list(value.values())
-    if isinstance(value, list):
-        for inner in value:
-            yield from _expressions(inner)
-
-
-_UNSURE = re.compile(r"\\[gkGK\dXRNOyY]|\(\?(?!i:|:|=|!|<=|<!)")
-"""Calls, references, names, conditions, options: what repeats without looking so; graphemes and their like, which cost
-more than a letter."""
-_ATOM = re.compile(r"\\[pP]\{[^}]*\}|\\.|[^|()?*+{}\[\]\\]", re.S)
-_IN_CLASS = re.compile(r"\\.|\[:\w+:\]|[^\]\\\[]", re.S)
-"""A letter, a range's end, an escape, or one of the && of an intersection."""
-_CLASS_BEGINS = re.compile(r"\[\^?\]?")
-_MOST_NESTED = 8
-_TIMES = re.compile(r"\{\d+,\}")
-_COUNTED_LAST = re.compile(r"\{\d(?:,\d)?\}\+(?=\||$)")
-"""Nothing comes after it for which it is taken in another way."""
-_PLAIN_GROUP = re.compile(r"\((?:\?(?:i:|:|=|!|<=|<!))?(x+(?:\|x+)*)\)")
-_PART = re.compile(r"(?:x|<(?P<ways>\d+)>)(?P<times>[*+?]|\{\d(?:,\d)?\}|)")
-"""A letter or class, or a group of so many alternatives."""
-_MOST_CHARACTERS = 4096
-"""Of all expressions of a tokenizer. Known ones have some hundreds."""
-_MOST_WAYS = 64
-"""In which a tokenizer's expressions are tried at each character of a text."""
-_MOST_AGAIN = 4
-"""Of those that are tried again for each letter of the text behind that character: 0.1 s for 4 KB where nothing fits.
-The expression of o200k has four."""
-
-
-def _costs(pattern: str) -> Iterator[tuple[int, int] | None]:
-    """Of each alternative: in how many ways it is tried at a character, and how many of them are tried again for each
-    letter that follows. None: it may be more than that."""
-    if _UNSURE.search(pattern):
-        yield None
-        return
-    # What gives nothing back, or takes as little as it can, is tried in no more ways than what does neither. But a
-    # number of times is repeated by + and *, as in Ruby: (?:x{1,3})+.
-    plain = _TIMES.sub("+", re.sub(r"([*+?])[+?]|(\})\?", r"\1\2", _masked(pattern)))
-
-    def repeated(last: re.Match[str]) -> str:
-        within_a_group = plain.count("(", 0, last.start()) > plain.count(")", 0, last.start())
-        return last[0] if within_a_group else "+"
-
-    plain = _COUNTED_LAST.sub(repeated, plain)
-    form = _PLAIN_GROUP.sub(lambda group: f"<{group[1].count('|') + 1}>", plain)
-    for one in form.split("|"):
-        yield _cost(one)
-
-
-def _cost(form: str) -> tuple[int, int] | None:
-    """What stands for itself, or may be missing; then one repetition and a part of one letter, or two repetitions. What
-    comes after those is tried in as many ways as a text has letters, and squared where the next one begins anew."""
-    parts, end = [], 0
-    for found in _PART.finditer(form):
-        if found.start() != end:
-            return None
-        parts.append((int(found["ways"] or 1), found["times"]))
-        end = found.end()
-    ways, at = 1, 0
-    while at < len(parts) and parts[at][1] not in ("*", "+"):
-        ways *= _ways(*parts[at])
-        at += 1
-    if end != len(form) or ways > _MOST_WAYS:
-        return None
-    match parts[at:]:
-        case []:
-            return ways, 0
-        # A group of alternatives that is repeated takes each letter in any of them.
-        case [(1, _)]:
-            return ways, 0
-        case [(1, _), (last, "")]:
-            return ways + last, ways
-        case [(1, _), (1, "*" | "+" as second), *rest] if not rest or (len(rest) == 1 and rest[0][1] == "?"):
-            return ways + sum(last for last, _ in rest), ways if second == "+" else 0
-    return None
-
-
-def _ways(alternatives: int, times: str) -> int:
-    """In how many ways a part may be taken."""
-    if times == "?":
-        return alternatives + 1
-    least, _, most = times.strip("{}").partition(",")
-    first = int(least or 1)
-    return sum(alternatives**count for count in range(first, int(most or first) + 1))
-
-
-def _masked(pattern: str) -> str:
-    """With an x for each letter or class."""
-    head = re.compile(r"\(\?(?:i:|:|=|!|<=|<!)|[*+?]|\{\d+(?:,\d*)?\}")
-    made, at = "", 0
-    while at < len(pattern):
-        found = head.match(pattern, at) or _ATOM.match(pattern, at)
-        if found is not None:
-            made += found[0] if found.re is head else "x"
-            at = found.end()
-        elif (end := _class_end(pattern, at)) > at:
-            made, at = made + "x", end
-        else:
-            made, at = made + pattern[at], at + 1
-    return made
-
-
-def _class_end(pattern: str, at: int, depth: int = 0) -> int:
-    """Where the class that begins at `at` ends, with those within it; 0: none does."""
-    begins = _CLASS_BEGINS.match(pattern, at)
-    if begins is None or depth > _MOST_NESTED:
-        return 0
-    at = begins.end()
-    while at < len(pattern):
-        if pattern[at] == "]":
-            return at + 1
-        found = _IN_CLASS.match(pattern, at)
-        at = _class_end(pattern, at, depth + 1) if found is None else found.end()
-        if not at:
-            return 0
-    return 0
-
-
 def _parts(step: Any, name: str) -> Sequence[Mapping[str, Any]]:
     if not step:
         return ()
@@ -247,7 +108,7 @@ def may_cut(added_tokens: Sequence[Mapping[str, Any]]) -> bool:
 
 
 _PLACE_IN_JSON = re.compile(
-    rb"(?<!\\)[g-zG-Z.,;:!?] "
+    rb"(?:(?<!\\)[g-km-z]|(?<=[a-df-km-z])[.,;:!?]) "
     rb"|(?:(?:\xe4[\xb8-\xbf]|[\xe5-\xe8][\x80-\xbf]|\xe9[\x80-\xbe])[\x80-\xbf]"
     rb"|\xe3(?:\x81[\x81-\xbf]|\x82[\x80-\x96\xa1-\xbf]|\x83[\x80-\xba]))"
     rb"(?:\xe3\x80[\x81\x82]|\xef\xbc[\x81\x8c\x9a\x9b\x9f])"
@@ -256,7 +117,7 @@ _PLACE_IN_JSON = re.compile(
     re.I,
 )
 """A place that `_CUT` finds too, in whatever way JSON writes what is before it: a space after what no escape ends with,
-or a wide punctuation mark after a Chinese or Japanese letter, in UTF-8 or escaped."""
+nor anything but a text, or a wide punctuation mark after a Chinese or Japanese letter, in UTF-8 or escaped."""
 _WIDE = bytes(range(0xE3, 0xEE))
 """First bytes of three, in UTF-8, of letters of East Asia, of which none becomes more in NFC."""
 _COUNTED = 3 << 20

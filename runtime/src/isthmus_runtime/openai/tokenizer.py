@@ -17,9 +17,10 @@ from tokenizers import Tokenizer as HfTokenizer
 from ..errors import ConfigError, InvalidRequest
 from ..request import SamplingOptions
 from ..sharing.threads_in_turns import go_on
-from .bounds import cut, expressions, growth, is_steady, may_cut, token_bound
+from .bounds import cut, growth, may_cut, token_bound
 from .chat import MOST_STEPS, SOME_STEPS, ChatTemplate, Conversation, NeedsThread, TooCostly
 from .control import ControlTokens, Marks
+from .expressions import Runs, expressions, is_steady
 from .model_files import read_model_files, token_text
 from .pieces import Pieces
 from .text_ends import set_ends
@@ -70,9 +71,11 @@ class Tokenizer:
         model_limit: int = 0,
         model_type: str = "",
         now: Callable[[], datetime] = datetime.now,
+        trusted: bool = False,
     ) -> None:
         """`tokenizer` is this one's own from now on: it may get another post-processor. `config` is
-        tokenizer_config.json. ConfigError: unsupported decoder, broken template, unknown specials."""
+        tokenizer_config.json. `trusted`: whatever its expressions may cost. ConfigError: unsupported decoder, broken
+        template, unknown specials, expressions that may take very long."""
         self._tokenizer = tokenizer
         self.template = chat_template or ""
         """Source of the chat template."""
@@ -83,12 +86,14 @@ class Tokenizer:
         set_ends(tokenizer, config, special, model_type)
         source = tokenizer.to_str()
         raw = json.loads(source)
-        if not is_steady(raw):
+        if not trusted and not is_steady(raw):
             shown = " and ".join(map(repr, expressions(raw)))[:_SHOWN]
             raise ConfigError(
-                f"tokenizer.json: {shown}: such expressions may take very long over a short text, and whoever sends "
-                "one would hold up all others; two repetitions may stand side by side with nothing behind them, none "
-                "within another, and few may be tried again from each letter on, as in those of all known tokenizers"
+                f"tokenizer.json: {shown or 'normalizer'}: such expressions, or a normalizer that makes texts longer, "
+                "may take very long over a short text, and whoever sends one would hold up all others; two repetitions "
+                "may stand side by side with nothing behind them, none within another, and few may be tried again from "
+                "each letter on, as in those of most tokenizers. Where only those may send requests whom you trust: "
+                "--trust-tokenizer on"
             )
         added = tokenizer.get_added_tokens_decoder()
         self._control_ids = {t.content: i for i, t in added.items()}
@@ -103,6 +108,7 @@ class Tokenizer:
         """Ids a prompt may use are below this."""
         self.defaults = defaults
         self._words = Words(self._batch) if cuts_at_words(raw) else None
+        self._runs = Runs(raw) if self._words is None else None
         self._cuts = self._words is not None and may_cut(raw.get("added_tokens") or ())
         self.part = _PART if self._cuts else 0
         """Characters that a text is cut at, as `bounds.cut` does; 0: it is not."""
@@ -126,7 +132,7 @@ class Tokenizer:
         """Equal for tokenizers that make the same ids of any text."""
 
     @staticmethod
-    def load(path: str | Path, *, now: Callable[[], datetime] = datetime.now) -> Tokenizer:
+    def load(path: str | Path, *, trusted: bool = False, now: Callable[[], datetime] = datetime.now) -> Tokenizer:
         """Read a Hugging Face model directory. ConfigError names the file and what is wrong with it."""
         files = read_model_files(path)
         return Tokenizer(
@@ -139,6 +145,7 @@ class Tokenizer:
             model_limit=files.model_limit,
             model_type=files.model_type,
             now=now,
+            trusted=trusted,
         )
 
     def prepare(self) -> None:
@@ -319,6 +326,11 @@ class Tokenizer:
             raise InvalidRequest(
                 f"the text, or a part of it without a place to cut it, has {len(text)} characters, and {longest} are "
                 "tokenised at a time: send less, with spaces or lines in it, or without truncate_prompt_tokens"
+            )
+        if self._runs is not None and (run := self._runs.longest_slow(text)):
+            raise InvalidRequest(
+                f"the text has {run} characters of one kind in a row, such as white space or letters, over which this "
+                "model's tokenizer takes very long: break up what is longer than some thousands of them"
             )
         if most is None or len(text) <= max(_PART, 2 * most):
             return

@@ -8,11 +8,6 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from .base import Wire
 
-KV_ABI = 3
-"""Engine KV ABI; part of the fingerprint. Raise it when bytes in a block or in the pool, or the records between
-engines, change meaning."""
-
-
 ATTEMPT = r"^[!-~]{0,128}$"
 """An attempt's name is part of a line where processes greet each other."""
 SESSION = r"^[!-~]{0,261}$"

@@ -140,10 +140,7 @@ class Attempt:
                 )
         except RequestError as error:
             self._count("decode", error)
-            located = error.located("decode", self._attempt)
-            if isinstance(error, EngineFailed | Overloaded):
-                raise TryElsewhere(located, decode.url) from error
-            raise located from error
+            raise self._failed(error) from error
         self._delivered = True
         self._body = ()  # decode has computed the prompt
         prefill = self._prefill
@@ -153,6 +150,13 @@ class Attempt:
             line = line._replace(cached_tokens=cached, prompt_logprobs=answer.prompt_logprobs)
             prefill.answer = None
         return line
+
+    def _failed(self, error: RequestError) -> Exception:
+        """What `first` raises for an error of decode. Made here: a frame of it that has it would hold all of this until
+        the collector comes by."""
+        located = error.located("decode", self._attempt)
+        elsewhere = isinstance(error, EngineFailed | Overloaded)
+        return TryElsewhere(located, self._decode.url) if elsewhere else located
 
     async def next(self) -> TokenChunk:
         """A later chunk. A failure ends the attempt, and is the last one."""

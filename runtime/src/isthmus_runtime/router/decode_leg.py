@@ -161,6 +161,7 @@ class DecodeLeg:
     def close(self) -> None:
         """End what still runs, at once and without waiting."""
         self._hold.release()
+        self._failure = None  # its traceback has frames that have this
         if self.ended:
             assert self._response is not None
             self._response.release()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from ..errors import EngineFailed, Overloaded
+from ..errors import EngineFailed, EngineLost, Overloaded
 from ..protocol.calls import PrefillAnswer, TicketCall
 from ..protocol.lines import parse_prefill_answer, parse_prefill_line
 from ..protocol.ticket import Ticket
@@ -107,9 +107,7 @@ class PrefillLeg:
                 response.release()
         except LOST as e:
             self._links.abort(url, self._request_id, self._attempt)
-            error = lost("prefill", url, self._attempt, self._hold.lost or e)
-            self._pool.failed(url, error.message)
-            raise error from e
+            raise self._lose(e) from e
         finally:
             self._timer = None
         if response.status != 200:
@@ -121,6 +119,12 @@ class PrefillLeg:
                 stage="prefill",
             )
         self.answer = answer
+
+    def _lose(self, cause: object) -> EngineLost:
+        """The engine is gone, and the pool knows; the error for that."""
+        error = lost("prefill", self.url, self._attempt, self._hold.lost or cause)
+        self._pool.failed(self.url, error.message)
+        return error
 
     async def _read_answer(self, raw: bytes) -> PrefillAnswer:
         try:

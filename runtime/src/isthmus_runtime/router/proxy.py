@@ -227,55 +227,58 @@ class RouterBackend:
         self._turn += 1
         excluded: frozenset[str] = frozenset()
         failed: RequestError | None = None
-        while True:
-            facts = self._facts(request, excluded, hashes)
-            choice = choose(self._rules, self._pool.fleet, self._pool.loads, facts)
-            if isinstance(choice, Refusal):
-                if failed is None and await self._changes(patience):
-                    continue
-                self._refuse(choice.value)
-                raise failed or Overloaded(_REFUSALS[choice], retry_after_s=_RETRY_AFTER_S)
-            if request.prompt is not None and not takes(self._tokenizer, choice.decode):
-                raise NeedsIds
-            if self._metrics is not None:
-                self._metrics.chosen(choice.reason.value)
-            if self._prefixes is not None:
-                for engine in (choice.prefill, choice.decode):
-                    if engine is not None:
-                        self._prefixes.sent(engine, hashes.get(engine.block_size, ()))
-            attempt = Attempt(
-                request,
-                request_parts(request),
-                choice,
-                facts,
-                attempt=self._new_attempt(),
-                deadline=deadline,
-                pool=self._pool,
-                links=self._links,
-                other_prefill=(lambda url: self._could_pair(request, url)) if failed is None else lambda _: False,
-                metrics=self._metrics,
-                early=self._begins_early(request, choice, facts),
-            )
-            try:
-                chunk = await attempt.first()
-                if hashes:
-                    self._placed(choice, facts, hashes)
-                if request.prompt_group:
-                    self._hold(request.prompt_group, choice.decode.url)
-                return attempt, chunk
-            except TryElsewhere as e:
-                attempt.close()
-                if attempt.unsent and failed is None and loop.time() < patience:
-                    continue  # the pool has taken it out, until it answers a probe
-                if failed is not None:
-                    raise e.error from e
-                failed = e.error
-                excluded = frozenset((e.url,))
+        try:
+            while True:
+                facts = self._facts(request, excluded, hashes)
+                choice = choose(self._rules, self._pool.fleet, self._pool.loads, facts)
+                if isinstance(choice, Refusal):
+                    if failed is None and await self._changes(patience):
+                        continue
+                    self._refuse(choice.value)
+                    raise failed or Overloaded(_REFUSALS[choice], retry_after_s=_RETRY_AFTER_S)
+                if request.prompt is not None and not takes(self._tokenizer, choice.decode):
+                    raise NeedsIds
                 if self._metrics is not None:
-                    self._metrics.retries.inc()
-            except BaseException:
-                attempt.close()
-                raise
+                    self._metrics.chosen(choice.reason.value)
+                if self._prefixes is not None:
+                    for engine in (choice.prefill, choice.decode):
+                        if engine is not None:
+                            self._prefixes.sent(engine, hashes.get(engine.block_size, ()))
+                attempt = Attempt(
+                    request,
+                    request_parts(request),
+                    choice,
+                    facts,
+                    attempt=self._new_attempt(),
+                    deadline=deadline,
+                    pool=self._pool,
+                    links=self._links,
+                    other_prefill=(lambda url: self._could_pair(request, url)) if failed is None else lambda _: False,
+                    metrics=self._metrics,
+                    early=self._begins_early(request, choice, facts),
+                )
+                try:
+                    chunk = await attempt.first()
+                    if hashes:
+                        self._placed(choice, facts, hashes)
+                    if request.prompt_group:
+                        self._hold(request.prompt_group, choice.decode.url)
+                    return attempt, chunk
+                except TryElsewhere as e:
+                    attempt.close()
+                    if attempt.unsent and failed is None and loop.time() < patience:
+                        continue  # the pool has taken it out, until it answers a probe
+                    if failed is not None:
+                        raise e.error from e
+                    failed = e.error
+                    excluded = frozenset((e.url,))
+                    if self._metrics is not None:
+                        self._metrics.retries.inc()
+                except BaseException:
+                    attempt.close()
+                    raise
+        finally:
+            failed = None  # its traceback has this frame, which has the request
 
     def _begins_early(self, request: GenerateRequest, choice: Choice, facts: Facts) -> bool:
         """Whether prefill need not wait for decode's reservation."""

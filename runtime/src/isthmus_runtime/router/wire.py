@@ -12,6 +12,7 @@ import asyncio
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -219,7 +220,7 @@ class Exchange(asyncio.Protocol):
 
     async def _wait(self) -> None:
         if self._error is not None:
-            raise self._error
+            raise copy(self._error)  # itself it would hold this, by its frames
         self._waiter = self._loop.create_future()
         try:
             await self._waiter
@@ -233,7 +234,7 @@ class Exchange(asyncio.Protocol):
             self._discard.cancel()
             self._discard = None
         if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_exception(self._error)
+            self._waiter.set_exception(copy(self._error))
         if self._arrived is not None:
             self._arrived()
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from typing import Generic, TypeVar
+
+from ..sharing.shares import Shares
 
 _C = TypeVar("_C")
 
@@ -30,7 +32,7 @@ class Connections(Generic[_C]):
         self.most = most
         self.most_of_an_address = most_of_an_address
         self._address: dict[_C, str] = {}
-        self._of_address: Counter[str] = Counter()
+        self._of_address = Shares()
         self._waiting: OrderedDict[_C, None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -47,7 +49,7 @@ class Connections(Generic[_C]):
                 return connection
             self.remove(leaver)
         self._address[connection] = address
-        self._of_address[address] += 1
+        self._of_address.add(address, 1)
         self._waiting[connection] = None
         return leaver
 
@@ -67,9 +69,7 @@ class Connections(Generic[_C]):
         if address is None:
             return
         self._waiting.pop(connection, None)
-        self._of_address[address] -= 1
-        if not self._of_address[address]:
-            del self._of_address[address]
+        self._of_address.add(address, -1)
 
 
 class BodyBudget(Generic[_C]):
@@ -87,7 +87,7 @@ class BodyBudget(Generic[_C]):
         self._held: dict[_C, int] = {}
         self._arriving: set[_C] = set()
         self._addresses: dict[_C, str] = {}
-        self._of: dict[str, int] = {}
+        self._of = Shares()
         self._greedy: set[str] = set()
         """Addresses that have more than their share."""
 
@@ -115,7 +115,7 @@ class BodyBudget(Generic[_C]):
         if not candidates:
             return None
         address_of = self._addresses.get
-        most = max(set(map(address_of, candidates)), key=lambda address: self._of.get(address or "", 0))
+        most = max(set(map(address_of, candidates)), key=lambda address: self._of[address or ""])
         leaver = max((one for one in candidates if address_of(one) == most), key=self._held.__getitem__)
         self.release(leaver)
         return leaver
@@ -148,11 +148,8 @@ class BodyBudget(Generic[_C]):
             self._count(address, -size)
 
     def _count(self, address: str, size: int) -> None:
-        held = self._of[address] = self._of.get(address, 0) + size
-        assert held >= 0, "more was taken off than counted"
-        if held > self._share:
+        self._of.add(address, size)
+        if self._of[address] > self._share:
             self._greedy.add(address)
         else:
             self._greedy.discard(address)
-        if not held:
-            del self._of[address]

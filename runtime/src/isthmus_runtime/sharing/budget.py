@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from functools import partial
 
 from ..errors import Overloaded, RequestError
 from .giving_way import Held, who_gives_way
+from .shares import Shares
 
 _RETRY_AFTER_S = 1.0
 _NOTHING = nullcontext[Callable[[], None]](lambda: None)
@@ -34,13 +34,16 @@ class Budget:
         assert most >= each, f"{most} {of} for all requests, but one may ask for {each}"
         self.most = most
         self.small = small
-        self.held = 0
-        """By the requests that run."""
         self._of = of
         self._share = max(each, most - each)
         """Of one client."""
-        self._of_client: Counter[str] = Counter()
+        self._of_client = Shares()
         self._running: set[_Holding] = set()
+
+    @property
+    def held(self) -> int:
+        """By the requests that run."""
+        return self._of_client.all
 
     def holding(self, count: int, who: str = "", end: End | None = None) -> AbstractContextManager[Callable[[], None]]:
         """Within, a request of a client, where that is known, holds `count`; what it gives is called where they are let
@@ -53,8 +56,7 @@ class Budget:
         one = _Holding(who, count, end)
         self._make_room(one)
         self._running.add(one)
-        self.held += count
-        self._of_client[who] += count
+        self._of_client.add(who, count)
         let_go = partial(self._let_go, one)
         try:
             yield let_go
@@ -81,10 +83,7 @@ class Budget:
         if one not in self._running:
             return
         self._running.remove(one)
-        self.held -= one.count
-        self._of_client[one.who] -= one.count
-        if not self._of_client[one.who]:
-            del self._of_client[one.who]
+        self._of_client.add(one.who, -one.count)
 
     def _too_many(self, one: _Holding) -> Overloaded:
         return Overloaded(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from .shares import Shares
 from .threads_in_turns import MOST_HELD_S, ThreadsInTurns
 from .turns import Turns
 
@@ -52,8 +52,12 @@ class Reserve:
         self._door = Turns(waiting, what, waiting, each=1)
         self._next: list[_Waiter] = []
         """One of each client, in the order of their coming."""
-        self._of_client: Counter[str] = Counter()
-        self.used = 0
+        self._of_client = Shares()
+
+    @property
+    def used(self) -> int:
+        """By all."""
+        return self._of_client.all
 
     async def take(self, who: str, size: int) -> SetAside:
         """Wait until a client may have `size` bytes, until they are given back. Overloaded (429) as of `Turns.take`."""
@@ -78,12 +82,7 @@ class Reserve:
 
     def give_back(self, part: SetAside) -> None:
         """A client's bytes are there again."""
-        has = self._of_client[part.who]
-        assert has >= part.size, f"{part.size} bytes of {part.who} come back, and {has} were taken"
-        self.used -= part.size
-        self._of_client[part.who] -= part.size
-        if not self._of_client[part.who]:
-            del self._of_client[part.who]
+        self._of_client.add(part.who, -part.size)
         self._serve()
 
     def _serve(self) -> _Waiter | None:
@@ -97,7 +96,6 @@ class Reserve:
                 if self.used + wants.size > most:
                     return waiter
             self._next.remove(waiter)
-            self.used += wants.size
-            self._of_client[wants.who] += wants.size
+            self._of_client.add(wants.who, wants.size)
             waiter.served.set_result(None)
         return None

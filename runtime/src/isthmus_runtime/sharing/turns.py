@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from ..errors import Overloaded
 from .circle import Circle
+from .shares import Shares
 
 
 class Turns:
@@ -31,7 +31,7 @@ class Turns:
         self._most = most
         self._what = what
         self._places = places
-        self._having: Counter[str] = Counter()
+        self._having = Shares()
         """Turns that clients have now."""
         self._first, self._again = Circle(), Circle()
         self._going_on = 0
@@ -74,9 +74,7 @@ class Turns:
     def give_back(self, who: str, *, again: bool = False) -> None:
         """A turn of client `who`, taken as `again` says, is over: the next one begins."""
         self._going_on -= again
-        self._having[who] -= 1
-        if not self._having[who]:
-            del self._having[who]
+        self._having.add(who, -1)
         while self._give_one():  # several where there was one place for a while
             pass
 
@@ -87,10 +85,10 @@ class Turns:
     def _may(self, who: str) -> bool:
         places = 1 if self._one_by_one() else self._places
         each = min(self._each or places, max(1, places - 1))
-        return self._having.total() < places and self._having[who] < each
+        return self._having.all < places and self._having[who] < each
 
     def _give(self, who: str, again: bool) -> None:
-        self._having[who] += 1
+        self._having.add(who, 1)
         self._going_on += again
         self._went_on = again
 

@@ -11,7 +11,7 @@ from ..interfaces.transport import Piece
 from ..kv.keys import keys_digest
 from ..protocol.ticket import PrefillRecord, Ticket
 from .leg import Leg
-from .places import Place, block_at, gaps, place
+from .places import Place, block_at, gaps
 from .record import Expected, mismatch, unpack_record
 
 _ENDED_KEPT = 65536
@@ -50,19 +50,21 @@ class Sending:
 
     def give(self, blocks: Sequence[BlockRef], nbytes: int) -> tuple[tuple[tuple[Place, Piece], ...], str]:
         """The pieces that these blocks, of `nbytes` each, make; or why one of them cannot be sent."""
-        ticket = self.ticket
+        targets, skip = self.targets, self.ticket.skip_blocks
+        base, stride = self.ticket.pool_base, self.ticket.block_stride
         pieces: list[tuple[Place, Piece]] = []
         for block in blocks:
-            at = place(block)
-            if block.index < ticket.skip_blocks:
+            index = block.index
+            if index < skip:
                 continue
-            if self.targets and at not in self.targets:
+            at = (block.group, index)
+            if targets and at not in targets:
                 return (), (
-                    f"prompt block {block.index} of KV group {block.group} has no place: decode reserved "
-                    f"{len(self.targets)} after skipping {ticket.skip_blocks}"
+                    f"prompt block {index} of KV group {block.group} has no place: decode reserved "
+                    f"{len(targets)} after skipping {skip}"
                 )
-            address = ticket.pool_base + self.targets[at] * ticket.block_stride if self.targets else 0
-            pieces.append((at, Piece(block_id=block.block_id, key=block.key, nbytes=nbytes, remote_address=address)))
+            address = base + targets[at] * stride if targets else 0
+            pieces.append((at, Piece(block.block_id, block.key, nbytes, 0, address)))
             self.blocks.setdefault(at, block)
         return tuple(pieces), ""
 

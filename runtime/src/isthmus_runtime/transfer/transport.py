@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple
 
 from ..errors import ConfigError
 from ..interfaces.transport import KvRegion, Piece
@@ -18,13 +19,15 @@ MAX_RUN_BYTES = {"tcp": 2 << 20, "rdma": 16 << 20, "nvlink": 16 << 20}
 """NVLink needs large runs to reach its speed; TCP several connections at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """Adjacent bytes on both sides."""
 
     source: int
     target: int
     nbytes: int
+
+
+_PLACE = attrgetter("block_id", "offset")
 
 
 def merge_runs(pieces: Iterable[Piece], region: KvRegion, max_bytes: int) -> list[Run]:
@@ -33,13 +36,15 @@ def merge_runs(pieces: Iterable[Piece], region: KvRegion, max_bytes: int) -> lis
     No run outgrows `max_bytes` by merging: a run that has started cannot be cancelled, and one connection carries it.
     """
     runs: list[Run] = []
-    for piece in sorted(pieces, key=lambda p: (p.block_id, p.offset)):
-        source = region.base + piece.block_id * region.block_stride + piece.offset
-        last = runs[-1] if runs and runs[-1].nbytes + piece.nbytes <= max_bytes else None
-        if last and last.source + last.nbytes == source and last.target + last.nbytes == piece.remote_address:
-            runs[-1] = Run(last.source, last.target, last.nbytes + piece.nbytes)
-        else:
-            runs.append(Run(source, piece.remote_address, piece.nbytes))
+    base, stride = region.base, region.block_stride
+    for block, _, nbytes, offset, target in sorted(pieces, key=_PLACE):
+        source = base + block * stride + offset
+        if runs:
+            before, there, length = runs[-1]
+            if before + length == source and there + length == target and length + nbytes <= max_bytes:
+                runs[-1] = Run(before, there, length + nbytes)
+                continue
+        runs.append(Run(source, target, nbytes))
     return runs
 
 
