@@ -610,6 +610,14 @@ def test_a_body_of_words_has_short_parts_and_one_of_digits_none():
         assert longest_part(body, 1 << 16) == len(body)
 
 
+@pytest.mark.parametrize("more", [{}, {"detail": None}, {"at": 3, "list": [1, 2]}])
+def test_the_marks_of_json_itself_are_no_places(more):
+    """Parts of a message become one text, in which nothing is left of what was between them."""
+    parts = [{"type": "text", "text": "7" * 65_000, **more} for _ in range(15)]
+    body = json.dumps({"messages": [{"role": "user", "content": parts}]}).encode()
+    assert longest_part(body, 1 << 16) == len(body)
+
+
 def test_ids_of_prompts_share_their_numbers(tokenizer, monkeypatch):
     """A number above 256 takes 28 bytes beside its place, and prompts of a request may have millions."""
     monkeypatch.setitem(tokenizer.__dict__, "_ints", tuple(range(1000)))

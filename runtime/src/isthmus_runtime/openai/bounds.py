@@ -108,7 +108,7 @@ def may_cut(added_tokens: Sequence[Mapping[str, Any]]) -> bool:
 
 
 _PLACE_IN_JSON = re.compile(
-    rb"(?<!\\)[g-zG-Z.,;:!?] "
+    rb"(?:(?<!\\)[g-km-z]|(?<=[a-df-km-z])[.,;:!?]) "
     rb"|(?:(?:\xe4[\xb8-\xbf]|[\xe5-\xe8][\x80-\xbf]|\xe9[\x80-\xbe])[\x80-\xbf]"
     rb"|\xe3(?:\x81[\x81-\xbf]|\x82[\x80-\x96\xa1-\xbf]|\x83[\x80-\xba]))"
     rb"(?:\xe3\x80[\x81\x82]|\xef\xbc[\x81\x8c\x9a\x9b\x9f])"
@@ -117,7 +117,7 @@ _PLACE_IN_JSON = re.compile(
     re.I,
 )
 """A place that `_CUT` finds too, in whatever way JSON writes what is before it: a space after what no escape ends with,
-or a wide punctuation mark after a Chinese or Japanese letter, in UTF-8 or escaped."""
+nor anything but a text, or a wide punctuation mark after a Chinese or Japanese letter, in UTF-8 or escaped."""
 _WIDE = bytes(range(0xE3, 0xEE))
 """First bytes of three, in UTF-8, of letters of East Asia, of which none becomes more in NFC."""
 _COUNTED = 3 << 20
