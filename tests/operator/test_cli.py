@@ -81,7 +81,7 @@ def test_up_names_a_busy_port_and_the_flag(tmp_path: Path, capsys: pytest.Captur
 
 @pytest.fixture
 def own_log() -> Iterator[None]:
-    """What a test sets of the root log is not there for others, nor a handler that writes where pytest once captured."""
+    """What a test sets of the root log is not there for others, nor a handler that writes where pytest captured."""
     root = logging.getLogger()
     level, handlers = root.level, root.handlers[:]
     yield
