@@ -18,6 +18,7 @@ from typing import Any
 from tokenizers import Tokenizer as HfTokenizer
 
 from ..sharing.threads_in_turns import go_on
+from .bounds import cut
 
 _BARS = re.compile(r"<[|｜].*[|｜]>")
 _OWN = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"})
@@ -116,8 +117,9 @@ class ControlTokens:
             }
         return [self.marked(v, marks, own=own) for v in value] if isinstance(value, (list, tuple)) else value
 
-    def encode(self, rendered: str, marks: Marks) -> list[int]:
-        """Ids of a rendered prompt with marks, in which control tokens without marks are the template's."""
+    def encode(self, rendered: str, marks: Marks, *, cuts: bool) -> list[int]:
+        """Ids of a rendered prompt with marks, in which control tokens without marks are the template's. `cuts`: of
+        this tokenizer `bounds.may_cut` holds, and of the words; it is tokenised in parts."""
         assert self._find is not None
         names = self._names
 
@@ -128,10 +130,11 @@ class ControlTokens:
         both = re.compile(
             f"{marks.begin}(?:{self._find.pattern}){marks.end}|{marks.begin}|{marks.end}|{self._find.pattern}"
         )
-        # Unlike `encode`, the batch form lets other threads run.
-        ids: list[int] = (
-            self._tokenizer().encode_batch_fast([both.sub(written, rendered)], add_special_tokens=False)[0].ids
-        )
+        text, tokenizer, ids = both.sub(written, rendered), self._tokenizer(), list[int]()
+        for part in cut(text, _PART) if cuts else (text,):  # a secret name is a word
+            go_on()
+            # Unlike `encode`, the batch form lets other threads run.
+            ids += tokenizer.encode_batch_fast([part], add_special_tokens=False)[0].ids
         return ids
 
     def _found(self, text: str, own: bool) -> bool:

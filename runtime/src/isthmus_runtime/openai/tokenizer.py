@@ -246,7 +246,7 @@ class Tokenizer:
         plain = marks.without(text)
         self._check_bound(plain, most)
         self._check_whole(plain, most, _MOST_OF_AN_END if end else _at_once(most))
-        return ChatPrompt(plain, _at_most(self._control.encode(text, marks), most)[-end:])
+        return ChatPrompt(plain, _at_most(self._control.encode(text, marks, cuts=self._cuts), most)[-end:])
 
     def at_once(self, most: int) -> int:
         """Characters that may be tokenised at once where a prompt may have `most` tokens."""
