@@ -2,9 +2,11 @@
 
 import io
 import json
+import logging
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -77,6 +79,16 @@ def test_up_names_a_busy_port_and_the_flag(tmp_path: Path, capsys: pytest.Captur
     assert "--port" in error
 
 
+@pytest.fixture
+def own_log() -> Iterator[None]:
+    """What a test sets of the root log is not there for others, nor a handler that writes where pytest captured."""
+    root = logging.getLogger()
+    level, handlers = root.level, root.handlers[:]
+    yield
+    root.setLevel(level)
+    root.handlers[:] = handlers
+
+
 @pytest.mark.parametrize(
     ("flag", "others"),
     [
@@ -86,7 +98,7 @@ def test_up_names_a_busy_port_and_the_flag(tmp_path: Path, capsys: pytest.Captur
     ],
 )
 def test_the_operator_names_a_busy_port_and_the_flag(
-    flag: str, others: list[str], capsys: pytest.CaptureFixture[str]
+    flag: str, others: list[str], capsys: pytest.CaptureFixture[str], own_log: None
 ) -> None:
     with socket.socket() as holder:
         holder.bind(("0.0.0.0", 0))

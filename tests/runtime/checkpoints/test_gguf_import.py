@@ -241,6 +241,14 @@ def test_not_a_gguf_and_not_a_file(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "is not a GGUF file: it starts with b'PK" in refusal(file, tmp_path / "m", capsys)
 
 
+def test_a_file_without_heads_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Source()
+    monkeypatch.setitem(globals(), "HEADS", 0)
+    assert "llama.attention.head_count is 0" in refusal(source.write(tmp_path / "x.gguf"), tmp_path / "m", capsys)
+
+
 def _set(**values: Any) -> Edit:
     def edit(source: Source) -> None:
         for name, value in values.items():
