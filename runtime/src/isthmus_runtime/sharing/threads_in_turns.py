@@ -135,7 +135,8 @@ class ThreadsInTurns:
     ) -> None:
         """`count` works at a time, on threads called `name`_N; of the rest see `Turns`. Of several a work is paused
         where it is long: one client has all but one of `count`, the paused ones among them. Where too many are paused,
-        the client whose works have taken most loses the longest: those who come find no threads taken. Without `pauses` a work has one turn."""
+        the client whose works have taken most loses the longest: those who come find no threads taken.
+        Without `pauses` a work has one turn."""
         self._turns = Turns(most, what, count, one_by_one=one_by_one)
         self._begun = Turns(most, what, count if count == 1 else _ANY, each=max(1, count - 1))
         self._paused, self._most_paused = (count * _PAUSED, count * _MOST_PAUSED) if pauses and count > 1 else (0, 0)
