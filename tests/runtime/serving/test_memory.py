@@ -392,7 +392,7 @@ _THREADS_WITH_TEXTS = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
-from isthmus_runtime.serving.memory import give_back, let_go_of_large_blocks
+from isthmus_runtime.serving.memory import give_back, let_go_of_large_blocks, share_heaps
 from isthmus_runtime.serving.memory_use import find_limit
 
 def plan(number):
@@ -403,6 +403,8 @@ def plan(number):
 
 if sys.argv[1] == "let go":
     let_go_of_large_blocks()
+if sys.argv[1] == "share":
+    share_heaps()
 use = find_limit(1 << 40, log=print)
 together, before = Barrier(6), use.read().mine
 with ThreadPoolExecutor(6) as threads:
@@ -421,6 +423,7 @@ def test_threads_keep_nothing_of_the_texts_that_they_have_planned() -> None:
     """Six have had a text of 28 MiB each. By itself the heap of each keeps that for ever."""
     assert _kept("as it is") > 100, "nothing to let go of here"
     assert _kept("let go") < 30
+    assert _kept("share") < 75, "two heaps, of which one is the process's own"
 
 
 def test_errors_of_memory_survive_a_hop() -> None:

@@ -37,7 +37,7 @@ from ..protocol.info import AdapterInfo, AdapterListInfo, AdapterProblemInfo, En
 from ..serving.app import add_pages, make_app
 from ..serving.in_flight import InFlight
 from ..serving.limits import limits_of
-from ..serving.memory import MemoryGuard, let_go_of_large_blocks
+from ..serving.memory import MemoryGuard, let_go_of_large_blocks, share_heaps
 from ..serving.memory_use import find_limit
 from ..serving.server import beside, check_port, run_app
 from ..structured.checker import Checker
@@ -79,7 +79,9 @@ def serve_engine(config: EngineConfig, process: EngineProcess | None) -> NoRetur
     """Run one engine until SIGTERM, then end the process; the engine in `process`, or in this one. Raises ConfigError
     when its model or pool cannot be made."""
     started = time.monotonic()
-    if process is not None:
+    if process is None:
+        share_heaps()
+    else:
         let_go_of_large_blocks()
     check_port(config.server.host, config.server.port)
     if config.server.metrics_port:

@@ -47,7 +47,7 @@ class Planning:
         # Large ones have threads of their own, of which one client has one: a megabyte of digits takes seconds, in one
         # piece.
         self._computing = ThreadsInTurns(1, "compute", _MOST_COMPUTING, _WAIT_TO_COMPUTE)
-        self._computing_large = ThreadsInTurns(2, "compute-large", _MOST_COMPUTING, _WAIT_TO_COMPUTE)
+        self._computing_large = ThreadsInTurns(2, "compute-large", _MOST_COMPUTING, _WAIT_TO_COMPUTE, pauses=False)
         self._may_compute = Turns(_MOST_COMPUTING, _WAIT_TO_COMPUTE, 2)
         self._planners = ThreadsInTurns(
             _PLACES,

@@ -51,7 +51,14 @@ def let_go_of_large_blocks() -> None:
         _settings(_M_TRIM_THRESHOLD, 2 * _LARGE_BLOCK)
 
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+def share_heaps() -> None:
+    """From now on all threads have two heaps together, for processes that compute a model as well: what each of its
+    own would keep at its end is there for all. To be called before there are threads."""
+    if _settings is not None:
+        _settings(_M_ARENA_MAX, 2)
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 """Of mallopt(3)."""
 _LARGE_BLOCK = 1 << 20
 
