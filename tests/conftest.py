@@ -3,6 +3,7 @@ are left open, clusters (kube.py) and which worker has one, and skipping `gpu` t
 
 import gc
 import os
+import threading
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -10,12 +11,17 @@ from typing import Any
 # of each operation; where there are more of them than cores they take the cores from those they wait for.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+import fastapi.dependencies.models
 import pytest
 from hypothesis import settings
 from kube import cluster as cluster
 from kube import control_plane as control_plane
 from kube import images as images
 from left_open import none_left_open
+
+MOST_THREADS = 500
+"""FastAPI remembers the last thousands of routes, and so the applications that they are of, each of which has dozens of
+threads. A process has one; tests make hundreds."""
 
 ON_THE_CONTROL_PLANE = ("tests/operator/cluster/", "tests/cluster/test_light_cluster.py")
 
@@ -46,6 +52,11 @@ def nothing_is_left_open(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     with none_left_open():
         yield
+    if threading.active_count() > MOST_THREADS:
+        for cached in vars(fastapi.dependencies.models).values():
+            if hasattr(cached, "cache_clear"):
+                cached.cache_clear()
+        gc.collect()
 
 
 @pytest.hookimpl(optionalhook=True)

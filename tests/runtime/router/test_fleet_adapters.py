@@ -72,6 +72,28 @@ def test_no_engine_is_ready() -> None:
         change("sql", None, state="starting")
 
 
+def test_an_adapter_is_known_while_the_engines_that_have_it_are_away(rig: Any, run: Any, kit: Any) -> None:
+    async def main() -> None:
+        engine, other = kit.Engine("unified"), kit.Engine("unified")
+        async with rig(engine, other) as r:
+            await r.router.adapters.change("sql", "d1")
+            assert set(r.pool.adapters) == {"sql"}
+            for one in (engine, other):
+                one.is_ready = False
+            await r.until(lambda pool: not pool.fleet.decode)
+            assert set(r.pool.adapters) == {"sql"}
+            other.adapters = ()
+            other.is_ready = True
+            await r.until(lambda pool: len(pool.fleet.decode) == 1)
+            assert set(r.pool.adapters) == {"sql"}, "the engine that has it will be back"
+            engine.adapters = ()
+            engine.is_ready = True
+            await r.until(lambda pool: len(pool.fleet.decode) == 2)
+            assert not r.pool.adapters
+
+    run(main())
+
+
 def test_what_was_changed_may_be_asked_for_at_once(rig: Any, run: Any, kit: Any) -> None:
     """Also where a probe was under way that was answered before, and where another name has the same content."""
 

@@ -36,10 +36,7 @@ class Served:
         serve it now is the backend's to say, which may wait for it."""
         if self.adapter(model) is not None and tasks != ("generate",):
             raise InvalidRequest(f"model: {model!r} is an adapter, and adapters only generate here", param="model")
-        limit = self._backend.max_model_len
-        if not limit:
-            reason = self._backend.ready() or "the length limit is not known yet"
-            raise Overloaded(f"not ready: {reason}", retry_after_s=1.0)
+        limit = self._limit()
         kind = self._backend.task.kind
         if kind not in tasks:
             raise InvalidRequest(
@@ -58,11 +55,20 @@ class Served:
         self.adapter(name)
 
     def adapter(self, name: str) -> AdapterName | None:
-        """The adapter of that name; None for the model itself. Raises UnknownModel."""
+        """The adapter of that name; None for the model itself. Raises UnknownModel, and Overloaded before any engine is
+        known."""
         if not name or name in self._names:
             return None
         adapters = self._adapters()
         if name not in adapters:
+            self._limit()
             served = ", ".join((*self._names, *sorted(adapters)))
             raise UnknownModel(f"model: {name!r} is not served here; served: {served}", param="model")
         return adapters[name]
+
+    def _limit(self) -> int:
+        limit = self._backend.max_model_len
+        if not limit:
+            reason = self._backend.ready() or "the length limit is not known yet"
+            raise Overloaded(f"not ready: {reason}", retry_after_s=1.0)
+        return limit

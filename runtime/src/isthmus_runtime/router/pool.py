@@ -83,7 +83,7 @@ class EnginePool:
         self.fleet = Fleet(unified=self._unified)
         """Engines that take new requests now."""
         self.adapters: Mapping[str, AdapterName] = {}
-        """Low-rank adapters that requests may ask for."""
+        """Low-rank adapters that requests may ask for: of engines that are there, or were last."""
         self.failure = ""
         """Why engines are no longer looked for or after; empty while they are."""
         self.max_model_len = 0
@@ -339,7 +339,9 @@ class EnginePool:
             (e.endpoint() for e in generate),
             unified=self._unified,
         )
-        self.adapters = _adapters(e.info for e in generate if e.info is not None)
+        # Of those that are away for a while as well: "no such model" would be the last word to most clients.
+        listed = [e.info for e in self._engines.values() if e.listed and e.role != "prefill" and e.info is not None]
+        self.adapters = _adapters(listed) if listed else self.adapters
         limits = [e.info.kv.max_model_len for e in generate if e.info is not None]
         self.max_model_len = min(limits, default=self.max_model_len)
         self.task = next((e.info.task for e in generate if e.info is not None), self.task)
