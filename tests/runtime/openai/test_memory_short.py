@@ -15,7 +15,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from isthmus_runtime.errors import MemoryShort, Overloaded
+from isthmus_runtime.errors import InvalidRequest, MemoryShort, Overloaded
+from isthmus_runtime.openai.chat import Conversation
 from isthmus_runtime.openai.keys import Keys
 from isthmus_runtime.openai.lifecycle import Lifecycle
 from isthmus_runtime.openai.planning import Planning
@@ -28,6 +29,7 @@ from isthmus_runtime.serving.limits import BodyTooLarge
 from isthmus_runtime.serving.memory import LOOK_AFTER, MemoryGuard
 from isthmus_runtime.serving.port import PortState
 from isthmus_runtime.serving.pressure import Level, Use
+from isthmus_runtime.sharing.at_once import may_take
 from isthmus_runtime.sharing.threads_in_turns import go_on
 from isthmus_runtime.tracing.span import NO_TRACER
 
@@ -259,6 +261,48 @@ def test_before_a_large_plan_what_it_may_take_is_there_or_it_is_refused(run, mon
         assert given[0].startswith("trim") and len(given) == 1 + (not comes_back)
         assert planning._large.used == planning._small.used == 0
         guard.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("control", [False, True])
+def test_memory_is_set_aside_for_what_texts_have_become(run, model_dir, control) -> None:
+    """What nobody can tell by the body: which of its texts are rendered, and side by side."""
+    tokenizer = Tokenizer.load(model_dir)
+    assert tokenizer.part
+    tokenizer.prepare()
+    token = next(iter(tokenizer._special)) if control else ""
+    messages = [{"role": "user", "content": token + "7" * 300_000}]
+
+    async def main() -> None:
+        planning, used = Planning(MemoryGuard(), tokenizer.part, lambda: tokenizer.at_once(1 << 20)), list[int]()
+
+        def make(body: bytes) -> int:
+            used.append(planning._large.used + planning._small.used)
+            return len(tokenizer.chat(Conversation(messages=messages)).ids or ())
+
+        body = b"x, y " * 60_000
+        assert await planning.long("a", make, body) > 250_000
+        first, last = used
+        assert first < takes_of(len(body), 140_000) and takes_of(len(body), 300_000) <= last
+        assert last < takes_of(len(body), 310_000)
+        await until(lambda: planning._large.used + planning._small.used == 0)
+
+    run(main())
+
+
+def test_what_texts_have_become_is_bounded(run) -> None:
+    async def main() -> None:
+        planning, times = Planning(MemoryGuard(), 1 << 16), []
+
+        def make(body: bytes) -> None:
+            times.append(len(body))
+            may_take((1 << 18) * 2 ** len(times))
+
+        with pytest.raises(InvalidRequest, match="2097152 characters without a place"):
+            await planning.long("a", make, b"x, y " * 60_000)
+        assert len(times) == 3, "twice with more"
+        await until(lambda: planning._large.used + planning._small.used == 0)
 
     run(main())
 

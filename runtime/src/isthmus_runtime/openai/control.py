@@ -17,6 +17,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as HfTokenizer
 
+from ..sharing.at_once import may_take
 from ..sharing.threads_in_turns import go_on
 from .bounds import cut
 
@@ -133,6 +134,7 @@ class ControlTokens:
         text, tokenizer, ids = both.sub(written, rendered), self._tokenizer(), list[int]()
         for part in cut(text, _PART) if cuts else (text,):  # a secret name is a word
             go_on()
+            may_take(len(part))
             # Unlike `encode`, the batch form lets other threads run.
             ids += tokenizer.encode_batch_fast([part], add_special_tokens=False)[0].ids
         return ids

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
+from ..errors import InvalidRequest
 from ..serving.limits import BodyTooLarge
 from ..serving.memory import MemoryGuard
+from ..sharing.at_once import TakesMore, within
 from ..sharing.loop_share import LoopShare
 from ..sharing.reserve import Reserve, SetAside
 from ..sharing.threads_in_turns import MOST_HELD_S, ThreadsInTurns
@@ -71,8 +73,9 @@ class Planning:
     async def long(self, who: str, plan: Callable[[bytes], _M], body: bytes) -> _M:
         """What `plan` makes of a long body, in a thread: few at a time, in turns of clients, of whom none takes all
         threads. Overloaded (429) when too many wait."""
-        part = await self._set_aside(who, body) if len(body) > LARGE else None
-        return await self._planners.do(who, plan, body, part)
+        if len(body) <= LARGE:
+            return await self._planners.do(who, plan, body)
+        return await self._with_memory(self._planners, who, plan, body)
 
     async def alone(self, who: str, make: Callable[[bytes], _M], body: bytes) -> _M:
         """What `make` makes of a body that no engine is asked for, one at a time, and two large ones beside it. Raises
@@ -80,19 +83,36 @@ class Planning:
         if len(body) <= LARGE:
             return await self._computing.do(who, make, body)
         async with self._may_compute.turn(who):  # before memory is set aside: there are two threads
-            return await self._computing_large.do(who, make, body, await self._set_aside(who, body))
+            return await self._with_memory(self._computing_large, who, make, body)
 
-    async def _set_aside(self, who: str, body: bytes) -> SetAside:
-        """Wait until what is made of a body may take is there; to be given back when it is over. BodyTooLarge: it will
-        never be."""
+    async def _with_memory(self, threads: ThreadsInTurns, who: str, make: Callable[[bytes], _M], body: bytes) -> _M:
+        """What `make` makes of a large body when there is memory for it: as much as seems right at a glance, and where
+        what its texts have become takes more, then as much as that."""
+        letters = longest_part(body, self._part) if self._part else len(body)
+        while True:
+            letters = min(letters, self._at_once())
+            part = await self._set_aside(who, body, letters)
+            made = await threads.do(who, partial(within, letters, make), body, part)
+            if not isinstance(made, TakesMore):
+                return made
+            assert made.letters > letters
+            letters = made.letters
+            if letters > self._at_once():
+                raise InvalidRequest(
+                    f"a text of {letters} characters without a place to cut it comes of the body, and "
+                    f"{self._at_once()} are tokenised at a time: send less, with spaces or lines in it"
+                )
+
+    async def _set_aside(self, who: str, body: bytes, letters: int) -> SetAside:
+        """Wait until what is made of a body may take is there, of which so many letters are tokenised at a time; to be
+        given back when it is over. BodyTooLarge: it will never be."""
         most = self._memory.room_on_the_way
         if most is not None and _OF_A_BYTE * len(body) > most:
             raise BodyTooLarge(
                 f"the body has {len(body)} bytes, and what is made of each may take {_OF_A_BYTE} on its way: the "
                 f"memory limit leaves room for {most // _OF_A_BYTE}; send less, or raise --memory-limit"
             )
-        letters = longest_part(body, self._part) if self._part else len(body)
-        takes, share = planning_takes(len(body), min(letters, self._at_once())), _share(self._memory, 1)
+        takes, share = planning_takes(len(body), letters), _share(self._memory, 1)
         # One client has half of the small one, so that there is room for what another one has there.
         reserve = self._small if share is None or takes <= share // 2 else self._large
         part = await reserve.take(who, takes)

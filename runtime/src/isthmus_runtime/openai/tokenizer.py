@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from ..errors import ConfigError, InvalidRequest
 from ..request import SamplingOptions
+from ..sharing.at_once import may_take
 from ..sharing.threads_in_turns import go_on
 from .bounds import cut, growth, may_cut, token_bound
 from .chat import MOST_STEPS, SOME_STEPS, ChatTemplate, Conversation, NeedsThread, TooCostly
@@ -371,6 +372,7 @@ class Tokenizer:
         for part in reversed(list(cut(text, _PART))):
             go_on()
             self._check_whole(part, None, _MOST_OF_AN_END)
+            may_take(len(part))
             found.append(self._words.encode(part))
             left -= len(found[-1])
             if left <= 0:
@@ -393,9 +395,11 @@ class Tokenizer:
                 if most is not None and len(found) > most:
                     raise TooManyTokens(f"{len(found)} tokens or more")
                 self._check_whole(part, None if most is None else most - len(found))
+                may_take(len(part))
                 found += self._words.encode(part)
             return found + after
         self._check_whole(text, most)
+        may_take(len(text))
         # Unlike `encode`, the batch form lets other threads run: a long prompt must not stop the process.
         whole: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
         return whole
