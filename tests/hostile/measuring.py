@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 _SETTLED_S, _LOOK_S = 0.02, 0.05
 """A server that uses less of each look has done its work: others ask it meanwhile."""
 _MOST_SETTLING_S = 20.0
-_PART = 1 << 16
+_PART, _WHOLE = 1 << 16, 1 << 20
 """Of `Tokenizer`: characters that are tokenised at a time by one that cuts, as the model's here does."""
 PATIENCE_S = 90.0
 
@@ -181,9 +181,9 @@ class Server:
         Path(f"/proc/{self.pid}/clear_refs").write_text("5")
         rss, used, beside = status_kib(self.pid, "VmRSS"), cpu_s(self.pid), self.beside_s()
         self.tell("reset")
-        from isthmus_runtime.openai.bounds import longest_part
-
-        cost = Cost(0, len(raw), len(sent), uncut=longest_part(raw, _PART))
+        # A message's parts become one text, so this may be too little for many that have no place to cut them.
+        longest = max(map(len, raw.split(b" ")), default=0)
+        cost = Cost(0, len(raw), len(sent), uncut=min(len(raw), _WHOLE if longest > _PART else 2 * _PART))
         began = time.monotonic()
         cost.status, answer = call(self.port, path, sent, headers, "127.0.0.3")
         cost.answer = len(answer)

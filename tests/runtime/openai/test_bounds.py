@@ -24,7 +24,7 @@ from isthmus_runtime.errors import ConfigError, EngineFailed, InvalidRequest, Ov
 from isthmus_runtime.openai import expressions as expressions_module
 from isthmus_runtime.openai import tokenizer as tokenizer_module
 from isthmus_runtime.openai import words
-from isthmus_runtime.openai.bounds import cut, growth, longest_part, may_cut, token_bound
+from isthmus_runtime.openai.bounds import cut, growth, may_cut, token_bound
 from isthmus_runtime.openai.expressions import Runs, is_steady
 from isthmus_runtime.openai.together import together
 from isthmus_runtime.openai.tokenizer import Tokenizer as ModelTokenizer
@@ -564,58 +564,6 @@ def test_an_owner_may_take_the_risk():
 def test_the_expressions_of_deepseek_s_tokenizer_are_taken_together():
     splits = [{"type": "Split", "pattern": {"Regex": one}} for one in KNOWN[:3]]
     assert is_steady({"pre_tokenizer": {"type": "Sequence", "pretokenizers": splits}})
-
-
-ASIAN = [
-    "\u4e2d\uff0c",
-    "\u3042\u3002",
-    "\u30ab",
-    "\u30fb\u3001",
-    "\u4dc0\uff01",
-    "\uff0c",
-    "\U00020000",
-    "\ud55c ",
-    "u4e2d",
-]
-
-
-@pytest.mark.parametrize("escaped", [True, False])
-@pytest.mark.parametrize("seed", range(20))
-def test_no_part_of_a_body_s_texts_is_longer_than_what_is_seen_of_the_body(seed, escaped):
-    print("seed", seed)
-    r = random.Random(seed)
-    size = 300
-    texts = [
-        "".join(r.choices([*PARTS, "\\", '"', "\u00a0", "ge ", "so. ", *ASIAN], k=r.randrange(5000))) for _ in range(3)
-    ]
-    body = json.dumps({"a": texts[:2], "b": texts[2]}, ensure_ascii=escaped).encode()
-    longest = max(len(part) for text in texts for part in cut(text, size))
-    assert longest <= longest_part(body, size) <= len(body)
-
-
-def test_a_body_of_words_has_short_parts_and_one_of_digits_none():
-    words = json.dumps({"prompt": ["some words, and more of them. " * 9000] * 4}).encode()
-    assert len(words) > 1 << 20 and longest_part(words, 1 << 16) < 2.01 * (1 << 16)
-    for text in (
-        "\u4e2d\u6587\u3002\u8fd9\u662f\u4e00\u53e5\u8bdd\uff0c",
-        "\u3053\u308c\u306f\u3001\u6587\u7ae0\u3067\u3059\u3002",
-    ):
-        for escaped in (True, False):
-            body = json.dumps({"prompt": [text * 20_000] * 4}, ensure_ascii=escaped).encode()
-            assert len(body) > 2 << 20 and longest_part(body, 1 << 16) < 2.01 * (1 << 16), text
-    body = json.dumps({"prompt": "\u4e2d" * 300_000}, ensure_ascii=False).encode()
-    assert longest_part(body, 1 << 16) == 300_000 + len(body) - 900_000, "letters, not bytes"
-    for text in ("7" * 300_000, "\n " * 100_000, "\u00a0 " * 100_000, "\\ " * 100_000):
-        body = json.dumps({"prompt": text}).encode()
-        assert longest_part(body, 1 << 16) == len(body)
-
-
-@pytest.mark.parametrize("more", [{}, {"detail": None}, {"at": 3, "list": [1, 2]}])
-def test_the_marks_of_json_itself_are_no_places(more):
-    """Parts of a message become one text, in which nothing is left of what was between them."""
-    parts = [{"type": "text", "text": "7" * 65_000, **more} for _ in range(15)]
-    body = json.dumps({"messages": [{"role": "user", "content": parts}]}).encode()
-    assert longest_part(body, 1 << 16) == len(body)
 
 
 def test_ids_of_prompts_share_their_numbers(tokenizer, monkeypatch):

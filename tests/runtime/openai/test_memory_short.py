@@ -320,7 +320,7 @@ def test_what_is_tokenised_at_once_follows_the_context(run, model_dir, tmp_path)
             (tmp_path / name).write_bytes((model_dir / name).read_bytes())
         size = 3 << 20
         for folder, most, letters in (
-            (model_dir, 1 << 20, 1 << 20),
+            (model_dir, 1 << 20, 2 << 16),
             (tmp_path, 1 << 17, 1 << 20),
             (tmp_path, 1 << 19, size),
         ):

@@ -107,36 +107,6 @@ def may_cut(added_tokens: Sequence[Mapping[str, Any]]) -> bool:
     return not any(set(token["content"]) & {*_PUNCTUATION, " "} for token in added_tokens)
 
 
-_PLACE_IN_JSON = re.compile(
-    rb"(?:(?<!\\)[g-km-z]|(?<=[a-df-km-z])[.,;:!?]) "
-    rb"|(?:(?:\xe4[\xb8-\xbf]|[\xe5-\xe8][\x80-\xbf]|\xe9[\x80-\xbe])[\x80-\xbf]"
-    rb"|\xe3(?:\x81[\x81-\xbf]|\x82[\x80-\x96\xa1-\xbf]|\x83[\x80-\xba]))"
-    rb"(?:\xe3\x80[\x81\x82]|\xef\xbc[\x81\x8c\x9a\x9b\x9f])"
-    rb"|\\u(?:(?:4[ef]|[5-8][0-9a-f]|9[0-9a-e])[0-9a-f]{2}|30(?:4[1-9a-f]|[5-8b-e][0-9a-f]|9[0-6]|a[1-9a-f]|f[0-9a]))"
-    rb"\\u(?:300[12]|ff(?:01|0c|1a|1b|1f))",
-    re.I,
-)
-"""A place that `_CUT` finds too, in whatever way JSON writes what is before it: a space after what no escape ends with,
-nor anything but a text, or a wide punctuation mark after a Chinese or Japanese letter, in UTF-8 or escaped."""
-_WIDE = bytes(range(0xE3, 0xEE))
-"""First bytes of three, in UTF-8, of letters of East Asia, of which none becomes more in NFC."""
-_COUNTED = 3 << 20
-"""Bytes of a body whose letters are counted, in some milliseconds: a longer one has a million of them anyway."""
-
-
-def longest_part(body: bytes, size: int) -> int:
-    """Letters that the longest part may have which `cut` makes of a JSON body's texts; all of the body's, where that is
-    not sure at a glance, as bytes, but of East Asian ones one for each. A millisecond a megabyte."""
-    longest = start = 0
-    while start + size < len(body):
-        place = _PLACE_IN_JSON.search(body, start + size, start + 3 * size)
-        if place is None:
-            return len(body) if len(body) > _COUNTED else 2 * len(body.translate(None, _WIDE)) - len(body)
-        longest, start = max(longest, place.end() - start), place.end()
-    # A part of a text begins anywhere, up to `size` before what nothing cuts.
-    return min(len(body), max(longest, len(body) - start) + size)
-
-
 def cut(text: str, size: int) -> Iterator[str]:
     """`text` in parts of about `size` characters, so that the ids of the parts are those of the text.
 

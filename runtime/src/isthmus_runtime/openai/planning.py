@@ -17,7 +17,6 @@ from ..sharing.threads_in_turns import MOST_HELD_S, ThreadsInTurns
 from ..sharing.turns import Turns
 from ..threads import processors
 from ..tokenising import LARGE, OF_A_LETTER
-from .bounds import longest_part
 from .tokenizer import MOST_WHOLE
 
 _MOST_COMPUTING = 64
@@ -86,11 +85,10 @@ class Planning:
             return await self._with_memory(self._computing_large, who, make, body)
 
     async def _with_memory(self, threads: ThreadsInTurns, who: str, make: Callable[[bytes], _M], body: bytes) -> _M:
-        """What `make` makes of a large body when there is memory for it: as much as seems right at a glance, and where
-        what its texts have become takes more, then as much as that."""
-        letters = longest_part(body, self._part) if self._part else len(body)
+        """What `make` makes of a large body when there is memory for it: where texts can be cut, for honest ones, and
+        where what they have become takes more, for that."""
+        letters = min(len(body), self._at_once(), 2 * self._part or len(body))
         while True:
-            letters = min(letters, self._at_once())
             part = await self._set_aside(who, body, letters)
             made = await threads.do(who, partial(within, letters, make), body, part)
             if not isinstance(made, TakesMore):
