@@ -119,7 +119,7 @@ def test_a_router_with_little_memory_refuses_lives_on_and_serves_again(tmp_path:
         assert router.popen.poll() is None, f"{seen}\n{router.tail()}"
         refused = seen["memory_short"] + seen["overloaded"]
         assert seen.total() == CLIENTS and refused, seen
-        assert set(seen) <= {"memory_short", "overloaded", "400", "429", "closed"}, seen
+        assert set(seen) <= {"memory_short", "overloaded", "400", "413", "429", "closed"}, seen
         until(lambda: get_json(f"{url}/health")["memory"] == "calm", "memory stays short")
         assert ask(url, "hello " * 200) == 200
         assert metric(url, "isthmus_router_memory_refusals_total") >= seen["memory_short"]

@@ -74,6 +74,8 @@ def test_a_service_becomes_ready_and_says_so(service: Service) -> None:
 def test_with_nothing_to_do_nothing_is_written(service: Service) -> None:
     service.apply(roles=roles(2, 2), store={}, transfer={"mode": "Store"})
     service.ready()
+    # Events are written after the status that they are about.
+    until(lambda: {"Complete", "OptionalApiMissing"} <= set(service.events()), 20)
 
     def versions() -> dict[str, str]:
         found = {"service": service.get()["metadata"]["resourceVersion"]}
