@@ -22,6 +22,9 @@ from left_open import none_left_open
 MOST_THREADS = 500
 """FastAPI remembers the last thousands of routes, and so the applications that they are of, each of which has dozens of
 threads. A process has one; tests make hundreds."""
+_stayed = 0
+"""Threads that were there after the last look for garbage, or fewer since: another one would not end them, and takes 0.2 s
+after each of thousands of tests."""
 
 ON_THE_CONTROL_PLANE = ("tests/operator/cluster/", "tests/cluster/test_light_cluster.py")
 
@@ -52,11 +55,27 @@ def nothing_is_left_open(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     with none_left_open():
         yield
-    if threading.active_count() > MOST_THREADS:
+    _let_go_of_frames(request.node)
+    _end_threads()
+
+
+def _let_go_of_frames(item: pytest.Item) -> None:
+    """An error that is a parameter of a test lives as long as its module, and with it the frames that raised it: of two
+    dozen of them each kept an application with all its threads."""
+    for value in item.callspec.params.values() if hasattr(item, "callspec") else ():
+        if isinstance(value, BaseException):
+            value.__traceback__ = value.__context__ = None
+
+
+def _end_threads() -> None:
+    global _stayed
+    _stayed = min(_stayed, threading.active_count())
+    if threading.active_count() - _stayed > MOST_THREADS:
         for cached in vars(fastapi.dependencies.models).values():
             if hasattr(cached, "cache_clear"):
                 cached.cache_clear()
         gc.collect()
+        _stayed = threading.active_count()
 
 
 @pytest.hookimpl(optionalhook=True)
