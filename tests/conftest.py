@@ -22,9 +22,6 @@ from left_open import none_left_open
 MOST_THREADS = 500
 """FastAPI remembers the last thousands of routes, and so the applications that they are of, each of which has dozens of
 threads. A process has one; tests make hundreds."""
-_stayed = 0
-"""Threads that were there after the last look for garbage, or fewer since: another one would not end them, and takes 0.2 s
-after each of thousands of tests."""
 
 ON_THE_CONTROL_PLANE = ("tests/operator/cluster/", "tests/cluster/test_light_cluster.py")
 
@@ -56,7 +53,7 @@ def nothing_is_left_open(request: pytest.FixtureRequest) -> Iterator[None]:
     with none_left_open():
         yield
     _let_go_of_frames(request.node)
-    _end_threads()
+    _threads.end()
 
 
 def _let_go_of_frames(item: pytest.Item) -> None:
@@ -67,15 +64,26 @@ def _let_go_of_frames(item: pytest.Item) -> None:
             value.__traceback__ = value.__context__ = None
 
 
-def _end_threads() -> None:
-    global _stayed
-    _stayed = min(_stayed, threading.active_count())
-    if threading.active_count() - _stayed > MOST_THREADS:
+class _Threads:
+    """Of the applications that tests have made."""
+
+    def __init__(self) -> None:
+        self._stayed = 0  # after the last look for garbage, or fewer since: another one would not end them, in 0.2 s
+
+    def end(self) -> None:
+        """Those of applications that are garbage, once there are many."""
+        running = threading.active_count()
+        self._stayed = min(self._stayed, running)
+        if running - self._stayed <= MOST_THREADS:
+            return
         for cached in vars(fastapi.dependencies.models).values():
             if hasattr(cached, "cache_clear"):
                 cached.cache_clear()
         gc.collect()
-        _stayed = threading.active_count()
+        self._stayed = threading.active_count()
+
+
+_threads = _Threads()
 
 
 @pytest.hookimpl(optionalhook=True)
