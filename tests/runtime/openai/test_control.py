@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -285,6 +286,31 @@ def test_others_have_turns_while_marks_are_taken_out(monkeypatch):
     text = f"{marks.begin}<|im_end|>{marks.end}" * 100_000
     assert marks.without(text) == "<|im_end|>" * 100_000
     assert len(turns) >= len(text) // control._AT_ONCE
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_replaced_in_parts_is_what_is_replaced_at_once(monkeypatch, seed):
+    print("seed", seed)
+    r = random.Random(seed)
+    strings = {"".join(r.choices("<|ab", k=r.randint(1, 6))) for _ in range(r.randint(1, 8))}
+    find, longest = re.compile(control._either(strings)), max(map(len, strings))
+    text = "".join(r.choices("<|abx", k=300))
+    for part in (1, 2, 7, 64, 1 << 16):
+        monkeypatch.setattr(control, "_PART", part)
+        assert control._replaced(find, lambda m: f"[{m[0]}]", text, longest) == find.sub(lambda m: f"[{m[0]}]", text)
+
+
+def test_others_have_turns_while_control_tokens_are_looked_for(monkeypatch):
+    """Of 14 MB of the first letter of all of them one search took a quarter of a second, in which nobody was served."""
+    tokenizer, _ = LOADED["chatml"]
+    turns, parts, marks = [], 32, control.Marks()
+    monkeypatch.setattr(control, "go_on", lambda: turns.append(1))
+    text = "<" * parts * control._PART
+    assert tokenizer._control.marked(text, marks) == text + marks.end
+    assert len(turns) >= parts
+    turns.clear()
+    tokenizer._control.encode(text[: 4 * control._PART] + "<|im_end|>", marks, cuts=True)
+    assert len(turns) >= 4
 
 
 def test_control_tokens_may_be_longer_than_the_stack_is_deep():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import logging
 import time
@@ -25,15 +24,13 @@ from ..openai.text_prompts import ids_of_passed_on
 from ..openai.tokenizer import Tokenizer
 from ..router.app import make_router
 from ..router.passed_on import OwnTokenizer
-from ..serving.app import add_pages, make_app
+from ..serving.app import make_app
 from ..serving.in_flight import InFlight
-from ..serving.limits import limits_of
 from ..serving.memory import MemoryGuard, let_go_of_large_blocks
 from ..serving.memory_use import find_limit
-from ..serving.server import beside, run_app
 from ..structured.checker import Checker
-from ..transfer.sockets import probe_accepted
 from .open_tracer import open_tracer
+from .serve_ports import serve_ports
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +73,7 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, api_key: str, tenan
         cors_origins=config.cors_origins,
         credentials=credentials,
     )
-    grammars = Checker(config.model.path)
+    checker = Checker(config.model.path)
     add_openai_routes(
         app,
         router.backend,
@@ -91,7 +88,7 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, api_key: str, tenan
         in_flight=in_flight,
         metrics=metrics,
         tenant_metrics=None if tenants is None else TenantMetrics(registry, config.model.served_names[0]),
-        grammars=grammars,
+        grammars=checker,
         tracer=tracer,
         memory=memory,
         adapters=lambda: router.pool.adapters,
@@ -104,30 +101,16 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, api_key: str, tenan
     if config.page:
         # What is busy tells of other tenants.
         router.add_page(app, keys.check, show_load=tenants is None)
-    add_pages(app)
-    apart = make_app("Isthmus router: metrics and probes", bodies=()) if config.server.metrics_port else None
-    router.add_metrics(app if apart is None else apart)
-    if apart is not None:
-        router.add_probes(apart)
-
-    def started(port: int) -> None:
-        probe_accepted()
-        log.info("router listens on %s:%d", config.server.host, port)
-
-    try:
-        async with beside(apart, host=config.server.host, port=config.server.metrics_port):
-            await run_app(
-                app,
-                host=config.server.host,
-                port=config.server.port,
-                drain_timeout_s=config.server.drain_timeout_s,
-                lame_duck_s=_LAME_DUCK_S,
-                in_flight=in_flight,
-                limits=limits_of(config.server),
-                memory=memory,
-                on_started=started,
-            )
-    finally:
-        await grammars.close()
-        await asyncio.to_thread(tracer.close)
+    await serve_ports(
+        app,
+        router,
+        config.server,
+        role="router",
+        lame_duck_s=_LAME_DUCK_S,
+        in_flight=in_flight,
+        memory=memory,
+        checker=checker,
+        tracer=tracer,
+        on_started=lambda port: log.info("router listens on %s:%d", config.server.host, port),
+    )
     return 0

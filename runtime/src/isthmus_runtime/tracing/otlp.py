@@ -11,7 +11,9 @@ import threading
 import time
 from collections.abc import Mapping
 from importlib.metadata import version
+from typing import Any
 
+import requests
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
@@ -35,6 +37,8 @@ _BATCH = 512
 _DELAY_MS = 1000.0
 _EXPORT_S = 5.0
 """For one batch, tries included."""
+_MOST_ANSWER = 1 << 16
+"""Bytes that are read of a collector's answer, of which only the status and its head are of use."""
 _CLOSE_S = 3.0
 _READINGS = 3
 _W3C = TraceContextTextMapPropagator()
@@ -80,6 +84,15 @@ class _Span:
         return "".join(f"{name}: {value}\r\n" for name, value in carrier.items()).encode("ascii", "replace")
 
 
+class _Session(requests.Session):
+    """Reads no more of an answer than a collector has to say, as it comes: as many as are read keep the connection."""
+
+    def send(self, request: requests.PreparedRequest, **kwargs: Any) -> requests.Response:
+        with super().send(request, **{**kwargs, "stream": True}) as answer:
+            answer.raw.read(_MOST_ANSWER, decode_content=False)
+        return answer
+
+
 class OtlpTracer:
     """One for a process. `close` it."""
 
@@ -96,7 +109,7 @@ class OtlpTracer:
         self._provider = TracerProvider(
             sampler=ParentBased(TraceIdRatioBased(sampling)), resource=resource, shutdown_on_exit=False
         )
-        exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_S)
+        exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_S, session=_Session())
         self._provider.add_span_processor(
             BatchSpanProcessor(
                 exporter, max_queue_size=QUEUE, schedule_delay_millis=_DELAY_MS, max_export_batch_size=_BATCH
