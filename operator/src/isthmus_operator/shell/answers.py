@@ -128,8 +128,8 @@ class _Lines:
 
 
 def told(line: bytes) -> bytes:
-    """An event of a watch, with its object cut where it is heavy. One that tells of an error, or is none, becomes one that has
-    the watch begin anew."""
+    """An event of a watch, with its object cut where it is heavy. One that tells of an error, or is none, becomes one
+    that has the watch begin anew."""
     begin = line[:32].translate(None, b" \t\r")
     if not begin:
         return line
