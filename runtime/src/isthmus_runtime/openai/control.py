@@ -97,8 +97,8 @@ class ControlTokens:
             self.copy()
 
     def found_in(self, value: Any, *, own: bool = False) -> bool:
-        """Whether a text of `value` (nested lists and objects) holds a control token, or ends with the beginning of one
-        that what follows might complete. `own`: not those that models write themselves."""
+        """Whether a text of `value` (nested lists and objects) may hold a control token, or ends with the beginning of
+        one that what follows might complete. `own`: not those that models write themselves."""
         if isinstance(value, str):
             return self._found(value, own)
         if isinstance(value, Mapping):
@@ -129,7 +129,8 @@ class ControlTokens:
         both = re.compile(
             f"{marks.begin}(?:{self._find.pattern}){marks.end}|{marks.begin}|{marks.end}|{self._find.pattern}"
         )
-        return both.sub(written, rendered)
+        across = self._longest + len(marks.begin) + len(marks.end)
+        return _replaced(both, written, rendered, across)
 
     def copy(self) -> HfTokenizer:
         """The tokenizer that knows control tokens by their secret names, and nothing else of them."""
@@ -146,7 +147,9 @@ class ControlTokens:
         return (
             self._holds(text, own)
             or self._open_end(text) > 0
-            or (self._normalise is not None and self._holds(self._normalise(text), own))
+            # To normalise takes hundreds of bytes for a character, and lets no other thread run. For a long text it is
+            # not done: where nothing is marked, the tokens are the same.
+            or (self._normalise is not None and (len(text) > _PART or self._holds(self._normalise(text), own)))
         )
 
     def _holds(self, text: str, own: bool) -> bool:

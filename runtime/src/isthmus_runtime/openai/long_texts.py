@@ -249,7 +249,7 @@ class _Process:
         answer = Answer._make(ANSWER.unpack(said.out[: ANSWER.size]))
         ids.frombytes(memoryview(said.out)[ANSWER.size :])
         assert len(ids) == answer.sent, "a copy that ends well has written all"
-        return ended, (answer.count, ids)
+        return ended, (answer.has, ids)
 
     def _talk(self, data: bytes, size: int, most_s: float, check: Callable[[], None]) -> _Said:
         """Send, and receive until `size` bytes were told."""

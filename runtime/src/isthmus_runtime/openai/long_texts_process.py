@@ -46,9 +46,9 @@ class Job(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """count: ids of the text; sent: those that follow."""
+    """has: ids of the text; sent: those that follow."""
 
-    count: int
+    has: int
     sent: int
 
 

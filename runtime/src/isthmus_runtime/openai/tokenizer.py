@@ -18,7 +18,7 @@ from ..errors import ConfigError, InvalidRequest
 from ..request import SamplingOptions
 from ..sharing.threads_in_turns import go_on
 from ..tokenising import AT_ONCE
-from .bounds import cut, growth, may_cut, token_bound
+from .bounds import Letters, cut, growth, may_cut, token_bound
 from .chat import MOST_STEPS, SOME_STEPS, ChatTemplate, Conversation, NeedsThread, TooCostly
 from .control import ControlTokens, Marks
 from .expressions import Runs, expressions, is_steady
@@ -33,13 +33,13 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token
 _SHOWN = 200
 """Characters of expressions that an error shows."""
 
-_PART = 1 << 13
+_PART = 1 << 14
 """Characters of the parts that a text is cut into."""
 _SOME = 1 << 12
 """Characters that are tokenised here whatever they are: also on an event loop."""
-_HERE = AT_ONCE // 512
-"""Bytes of a text as it is normalised, above which it is tokenised in a process of its own: of digits each is a token,
-and takes 404 bytes meanwhile."""
+_HERE = AT_ONCE // 660
+"""Characters of a text as it is normalised, above which it is tokenised in a process of its own: each takes 230 to 660
+bytes meanwhile where none are merged."""
 
 
 class TooManyTokens(Exception):
@@ -115,12 +115,9 @@ class Tokenizer:
         self._num_special = tokenizer.num_special_tokens_to_add(False)
         self._around = self._specials()
         self._template = ChatTemplate(chat_template, special, now) if chat_template is not None else None
-        normalizer = tokenizer.normalizer
-        self._normalise = normalizer.normalize_str if normalizer is not None else None
-        self._lengthens_ascii = (raw.get("normalizer") or {"type": "NFC"})["type"] != "NFC"
-        self._control = ControlTokens(
-            tokenizer.to_str, raw.get("added_tokens") or (), chat_template or "", self._normalise
-        )
+        normalise = None if tokenizer.normalizer is None else tokenizer.normalizer.normalize_str
+        self._letters = Letters(raw, normalise)
+        self._control = ControlTokens(tokenizer.to_str, raw.get("added_tokens") or (), chat_template or "", normalise)
         bos = special.get("bos_token")
         about = f"{plain}\0{config.get('add_bos_token')}\0{tokenizer.token_to_id(bos) if bos is not None else None}"
         if source != plain:
@@ -241,10 +238,10 @@ class Tokenizer:
         plain = marks.without(text)
         self._check_bound(plain, most)
         named = self._control.named(text, marks)
-        found: list[int] = []
+        ids: list[int] = []
         for part in cut(named, _PART) if self._cuts else (named,):  # a secret name is a word
-            found += self._at_once(part, _room(most, found), by=self._control.copy, read=self._control.serialised_copy)
-        return ChatPrompt(plain, found[-end:])
+            ids += self._at_once(part, _room(most, ids), by=self._control.copy, read=self._control.serialised_copy)
+        return ChatPrompt(plain, _at_most(ids, most)[-end:])
 
     def _has_control(self, conversation: Conversation) -> bool:
         found = self._control.found_in
@@ -384,19 +381,15 @@ class Tokenizer:
         return list(self.compact(found))
 
     def _serialised(self) -> str:
-        return self._tokenizer.to_str()
+        return str(self._tokenizer.to_str())
 
     def _is_short(self, text: str) -> bool:
         """Whether tokenising it at once takes no more than AT_ONCE, and no expression long."""
         if len(text) <= _SOME:
             return True
-        if len(text) > _HERE:
+        if len(text) > _HERE or self._letters(text) > _HERE:
             return False
-        if self._normalise is not None and (self._lengthens_ascii or not text.isascii()):
-            size = len(self._normalise(text).encode())
-        else:
-            size = len(text.encode())
-        return size <= _HERE and (self._runs is None or not self._runs.are_slow(text))
+        return self._runs is None or not self._runs.are_slow(text)
 
     def _batch(self, texts: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
