@@ -32,12 +32,14 @@ class Tokenising:
         self,
         tokenise: Callable[[PromptText], Sequence[int]],
         *,
+        letters: Callable[[str], int] = len,
         one_by_one: Callable[[], bool] = lambda: False,
         most: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """`tokenise` raises InvalidRequest. `one_by_one`: of `Turns`. `most`: bytes that large texts may take together
-        on their way, as of `Reserve`."""
+        """`tokenise` raises InvalidRequest. `letters` that a text counts as meanwhile, at most. `one_by_one`: of
+        `Turns`. `most`: bytes that large texts may take together on their way, as of `Reserve`."""
         self._tokenise = tokenise
+        self._letters = letters
         self._short = LoopShare()
         self._threads = ThreadsInTurns(
             _THREADS, "tokenise", _MOST_WAITING, "prompts wait to be tokenised", one_by_one=one_by_one
@@ -68,7 +70,7 @@ class Tokenising:
         return replace(tokenised(request, ids), timeout_s=max(_LEAST_S, until - loop.time()))
 
     async def _on_a_thread(self, whose: str, prompt: PromptText) -> Sequence[int]:
-        if len(prompt.text) <= LARGE:
+        if (letters := self._letters(prompt.text)) <= LARGE:
             return await self._threads.do(whose, self._tokenise, prompt)
-        part = await self._reserve.take(whose, OF_A_LETTER * len(prompt.text))
+        part = await self._reserve.take(whose, OF_A_LETTER * letters)
         return await self._threads.do(whose, self._tokenise, prompt, part)

@@ -21,10 +21,11 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from isthmus_runtime.errors import ConfigError, EngineFailed, InvalidRequest, Overloaded
+from isthmus_runtime.openai import bounds, control, words
 from isthmus_runtime.openai import expressions as expressions_module
 from isthmus_runtime.openai import tokenizer as tokenizer_module
-from isthmus_runtime.openai import words
-from isthmus_runtime.openai.bounds import cut, growth, may_cut, token_bound
+from isthmus_runtime.openai.bounds import Letters, cut, growth, may_cut, token_bound
+from isthmus_runtime.openai.chat import Conversation
 from isthmus_runtime.openai.expressions import Runs, is_steady
 from isthmus_runtime.openai.together import together
 from isthmus_runtime.openai.tokenizer import Tokenizer as ModelTokenizer
@@ -490,6 +491,68 @@ def test_a_normalizer_makes_no_text_much_longer_and_hides_no_run(normalizer, ste
         made = byte_level_bpe(["a b"], step=step)
         made.normalizer = normalizer
         assert is_steady(json.loads(made.to_str())) is expected
+
+
+GROWING = "\U0001d160"
+"""Three characters of NFC: no other grows more."""
+
+
+@pytest.mark.parametrize(
+    "normalizer",
+    [
+        None,
+        normalizers.NFC(),
+        normalizers.Sequence([normalizers.NFC(), normalizers.NFC()]),
+        normalizers.NFKD(),
+        normalizers.Lowercase(),
+        normalizers.Replace("a", "bcd"),
+        normalizers.Replace(Regex(r"\s+"), " - "),
+        normalizers.Sequence([normalizers.Prepend("_"), normalizers.Replace(" ", "\u2581")]),
+    ],
+)
+@given(text=st.text() | st.text("aA \n\ufdfa\u0958\u0130" + GROWING), size=st.integers(1, 9))
+@settings(deadline=None)
+def test_a_text_counts_as_what_it_is_once_it_is_normalised(normalizer, text, size):
+    made = byte_level_bpe(["a b"], normalizer=normalizer)
+    count = Letters(json.loads(made.to_str()), None if normalizer is None else normalizer.normalize_str)
+    bare = text if normalizer is None else normalizer.normalize_str(text)
+    # At the borders of the parts that are counted: a text of spaces that one expression takes together.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bounds, "_COUNTED", size)
+        assert count(text) >= max(len(text), len(bare)) - bare.startswith("_")
+    assert len(text) > bounds._COUNTED or count(text) <= max(len(text), len(bare))
+
+
+def test_what_grows_is_counted_before_it_is_tokenised(monkeypatch):
+    """A letter of which NFC makes three takes 1,060 bytes meanwhile, and 400 were set aside."""
+    taken = []
+    for module in (control, tokenizer_module):
+        monkeypatch.setattr(module, "may_take", taken.append)
+    made = train(STEPS["byte-level"], normalizers.NFC())
+    tokenizer = ModelTokenizer(
+        made,
+        config={},
+        eos_token_ids=(),
+        vocab_size=999,
+        chat_template="{% for m in messages %}{{ m.content }}<|end|>{% endfor %}",
+        defaults=SamplingOptions(),
+    )
+    text, few = GROWING * 70_000, 3
+    for tokenise in (
+        lambda: tokenizer.encode(text),
+        lambda: tokenizer.encode_end(text, few),
+        lambda: tokenizer.chat(Conversation(messages=[{"role": "user", "content": text}])),
+        lambda: tokenizer.chat(Conversation(messages=[{"role": "user", "content": text}]), end=few),
+        lambda: tokenizer.chat(Conversation(messages=[{"role": "user", "content": text + "<|end|>"}])),
+    ):
+        taken.clear()
+        tokenise()
+        assert max(taken) >= 3 * len(text)
+    taken.clear()
+    with pytest.raises(TooManyTokens):
+        tokenizer.encode(text, 30_000)
+    assert taken and max(taken) >= 3 << 16, "what is counted in parts, too"
+    assert tokenizer.most_letters(text) == 3 * len(text) and tokenizer.most_letters("a" * 9) == 9
 
 
 def test_what_a_normalizer_s_trie_leads_to_is_bounded():

@@ -320,6 +320,20 @@ def test_control_tokens_may_be_longer_than_the_stack_is_deep():
     assert control.found_in(f"x {long}b|> y") and control.found_in("<|") and not control.found_in("a" * 6000)
 
 
+def test_a_long_text_is_not_normalised_to_be_looked_at(monkeypatch):
+    """One of 14 MB took a gigabyte, and nothing else ran meanwhile."""
+    seen = []
+
+    def normalise(text: str) -> str:
+        seen.append(len(text))
+        return text.replace("\uff1c", "<")
+
+    control = ControlTokens(lambda: "{}", [{"content": "<s>", "special": True, "normalized": True}], "", normalise)
+    assert control.found_in("a \uff1cs> b") and not control.found_in("a b") and seen == [7, 3]
+    assert control.found_in("a " * (1 << 20)), "it may hold one"
+    assert max(seen) == 7
+
+
 def test_a_server_that_has_prepared_makes_no_tokenizer_for_a_conversation(monkeypatch):
     """For seconds no other thread runs while one of a large vocabulary is made."""
     made = []

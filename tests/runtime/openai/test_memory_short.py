@@ -307,6 +307,22 @@ def test_what_texts_have_become_is_bounded(run) -> None:
     run(main())
 
 
+def test_many_texts_of_which_each_is_longer_begin_a_plan_again_a_few_times(run) -> None:
+    async def main() -> None:
+        planning, times = Planning(MemoryGuard(), 1 << 16), []
+
+        def make(body: bytes) -> None:
+            times.append(len(body))
+            for more in range(200):
+                may_take((1 << 17) + (more << 10))
+
+        await planning.long("a", make, b"x, y " * 60_000)
+        assert len(times) <= 3
+        await until(lambda: planning._large.used + planning._small.used == 0)
+
+    run(main())
+
+
 def test_what_is_tokenised_at_once_follows_the_context(run, model_dir, tmp_path) -> None:
     """Where no text can be cut, of which a model takes a million tokens, four million characters are."""
 

@@ -85,7 +85,7 @@ def changing(service: InferenceService, goals: Sequence[Goal], router: str, seen
     """Those of `present` that the rollout under way is about. A master that does not run is not a reason to send
     engines back: theirs is not another."""
     roles = {goal.component for goal in changed(goals, seen)}
-    if any(w.live for w in seen.routers if w.revision != router):
+    if any(w.revision != router for w in seen.routers):
         roles.add(Component.ROUTER)
     return [w for w in present(service, goals, router, seen) if w.component in roles]
 

@@ -142,6 +142,7 @@ async def _serve_http(
         credentials=credentials,
         tracer=tracer,
         tokenise=None if tokenizer is None else partial(ids_of_passed_on, tokenizer),
+        letters=len if tokenizer is None else tokenizer.most_letters,
         memory=memory,
     )
     app = make_app(

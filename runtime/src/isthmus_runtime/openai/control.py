@@ -76,14 +76,16 @@ class ControlTokens:
         added: Sequence[Mapping[str, Any]],
         template: str,
         normalise: Callable[[str], str] | None = None,
+        letters: Callable[[str], int] = len,
     ) -> None:
         """`serialised`: the tokenizer.json, asked for by `prepare`, or when the first conversation needs it.
-        `normalise`: the tokenizer's normalizer, where there is one."""
+        `normalise`: the tokenizer's normalizer, where there is one. `letters`: `bounds.Letters`."""
         self.strings = control_strings(added, template)
         # Such a token is looked for in the normalised text, in which more may look like it.
         late = any(token.get("normalized") and token["content"] in self.strings for token in added)
         self._normalise = normalise if late else None
         self._serialised = serialised
+        self._letters = letters
         self._longest = max(map(len, self.strings), default=0)
         self._find = re.compile(_either(self.strings)) if self.strings else None
         self._beginnings = frozenset(text[:n] for text in self.strings for n in range(1, len(text)))
@@ -99,8 +101,8 @@ class ControlTokens:
             self._tokenizer()
 
     def found_in(self, value: Any, *, own: bool = False) -> bool:
-        """Whether a text of `value` (nested lists and objects) holds a control token, or ends with the beginning of one
-        that what follows might complete. `own`: not those that models write themselves."""
+        """Whether a text of `value` (nested lists and objects) may hold a control token, or ends with the beginning of
+        one that what follows might complete. `own`: not those that models write themselves."""
         if isinstance(value, str):
             return self._found(value, own)
         if isinstance(value, Mapping):
@@ -135,7 +137,7 @@ class ControlTokens:
         text, tokenizer, ids = _replaced(both, written, rendered, across), self._tokenizer(), list[int]()
         for part in cut(text, _PART) if cuts else (text,):  # a secret name is a word
             go_on()
-            may_take(len(part))
+            may_take(self._letters(part))
             # Unlike `encode`, the batch form lets other threads run.
             ids += tokenizer.encode_batch_fast([part], add_special_tokens=False)[0].ids
         return ids
@@ -144,7 +146,9 @@ class ControlTokens:
         return (
             self._holds(text, own)
             or self._open_end(text) > 0
-            or (self._normalise is not None and self._holds(self._normalise(text), own))
+            # To normalise takes hundreds of bytes for a character, and lets no other thread run. For a long text it is
+            # not done: where nothing is marked, the tokens are the same.
+            or (self._normalise is not None and (len(text) > _PART or self._holds(self._normalise(text), own)))
         )
 
     def _holds(self, text: str, own: bool) -> bool:

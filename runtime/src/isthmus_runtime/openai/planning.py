@@ -93,7 +93,8 @@ class Planning:
             if not isinstance(made, TakesMore):
                 return made
             assert made.letters > letters
-            letters = made.letters
+            # Twice as much at the least, or many texts of which each is a little longer would begin it again for each.
+            letters = max(made.letters, min(2 * letters, self._at_once()))
             if letters > self._at_once():
                 raise InvalidRequest(
                     f"a text of {letters} characters without a place to cut it comes of the body, and "

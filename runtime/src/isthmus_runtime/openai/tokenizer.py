@@ -18,7 +18,7 @@ from ..errors import ConfigError, InvalidRequest
 from ..request import SamplingOptions
 from ..sharing.at_once import may_take
 from ..sharing.threads_in_turns import go_on
-from .bounds import cut, growth, may_cut, token_bound
+from .bounds import Letters, cut, growth, may_cut, token_bound
 from .chat import MOST_STEPS, SOME_STEPS, ChatTemplate, Conversation, NeedsThread, TooCostly
 from .control import ControlTokens, Marks
 from .expressions import Runs, expressions, is_steady
@@ -118,12 +118,10 @@ class Tokenizer:
         self._num_special = tokenizer.num_special_tokens_to_add(False)
         self._around = self._specials()
         self._template = ChatTemplate(chat_template, special, now) if chat_template is not None else None
-        normalizer = tokenizer.normalizer
+        normalise = None if tokenizer.normalizer is None else tokenizer.normalizer.normalize_str
+        self._letters = Letters(raw, normalise)
         self._control = ControlTokens(
-            tokenizer.to_str,
-            raw.get("added_tokens") or (),
-            chat_template or "",
-            normalizer.normalize_str if normalizer is not None else None,
+            tokenizer.to_str, raw.get("added_tokens") or (), chat_template or "", normalise, self._letters
         )
         bos = special.get("bos_token")
         about = f"{plain}\0{config.get('add_bos_token')}\0{tokenizer.token_to_id(bos) if bos is not None else None}"
@@ -190,6 +188,10 @@ class Tokenizer:
         if special:
             size += self._num_special + 1
         return size <= most and (self._bound.least(text) if self._bound.dropped else len(text)) > 0
+
+    def most_letters(self, text: str) -> int:
+        """Characters that a text which may `surely_fit` counts as while it is tokenised, at most."""
+        return len(text) if text.isascii() else (self._growth or 1) * len(text)
 
     def control_id(self, text: str) -> int | None:
         """The id of a token that is added to the vocabulary as a whole; None: the text is no such token."""
@@ -338,7 +340,9 @@ class Tokenizer:
         count = 0
         for start in range(0, len(text), _PART):
             go_on()
-            (ids,) = self._batch([text[start : start + _PART]])
+            part = text[start : start + _PART]
+            may_take(self._letters(part))
+            (ids,) = self._batch([part])
             count += len(ids) - _DIFFERENT
             if count > most:
                 raise TooManyTokens(f"{count} tokens or more")
@@ -372,7 +376,7 @@ class Tokenizer:
         for part in reversed(list(cut(text, _PART))):
             go_on()
             self._check_whole(part, None, _MOST_OF_AN_END)
-            may_take(len(part))
+            may_take(self._letters(part))
             found.append(self._words.encode(part))
             left -= len(found[-1])
             if left <= 0:
@@ -395,11 +399,11 @@ class Tokenizer:
                 if most is not None and len(found) > most:
                     raise TooManyTokens(f"{len(found)} tokens or more")
                 self._check_whole(part, None if most is None else most - len(found))
-                may_take(len(part))
+                may_take(self._letters(part))
                 found += self._words.encode(part)
             return found + after
         self._check_whole(text, most)
-        may_take(len(text))
+        may_take(self._letters(text))
         # Unlike `encode`, the batch form lets other threads run: a long prompt must not stop the process.
         whole: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
         return whole
