@@ -12,7 +12,7 @@ import pytest
 from isthmus_runtime import tokenising
 from isthmus_runtime.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from isthmus_runtime.request import GenerateRequest, PromptText, SamplingParams
-from isthmus_runtime.tokenising import LARGE, OF_A_LETTER, Tokenising
+from isthmus_runtime.tokenising import AT_ONCE, LARGE, Tokenising
 
 LONG = 4097
 DEADLINE_S = 30.0
@@ -124,11 +124,8 @@ def test_large_texts_wait_until_what_they_take_is_there() -> None:
             assert go.wait(DEADLINE_S)
             return [7]
 
-        each = 3  # as what a normalizer makes longer counts
-        made = Tokenising(
-            tokenise, letters=lambda text: each * len(text), most=lambda: 2 * OF_A_LETTER * (LARGE + 1) - 1
-        )
-        sizes = {"a": LARGE // each + 1, "b": LARGE // each + 1, "c": LARGE // each}
+        made = Tokenising(tokenise, most=lambda: 2 * AT_ONCE + LARGE)
+        sizes = {"a": LARGE + 1, "b": LARGE + 1, "c": LARGE}
         asked = [asyncio.create_task(made.by_ids(request(name * size, name))) for name, size in sizes.items()]
         for _ in range(2):
             assert await asyncio.to_thread(some.acquire, timeout=DEADLINE_S)

@@ -17,9 +17,12 @@ from .threads import processors
 LONG = 1 << 12
 """Characters; longer prompts are tokenised on a thread."""
 _MOST_WAITING = 1024
-LARGE, OF_A_LETTER = 1 << 16, 400
-"""Characters of a text for which memory is set aside before, and bytes that each may take where nothing cuts it:
-262,144 digits take 101 MiB."""
+LARGE = 1 << 16
+"""Characters of a text for which memory is set aside before."""
+AT_ONCE = 32 << 20
+"""Bytes that tokenising takes at most at a time, in this process (`Tokenizer`)."""
+_OF_A_LETTER = 64
+"""Bytes of what comes in and of the ids, for each character."""
 _LEAST_S = 0.001
 """A request always has some time: it ends by its deadline like all others."""
 _THREADS = min(16, max(2, processors()))
@@ -32,14 +35,12 @@ class Tokenising:
         self,
         tokenise: Callable[[PromptText], Sequence[int]],
         *,
-        letters: Callable[[str], int] = len,
         one_by_one: Callable[[], bool] = lambda: False,
         most: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """`tokenise` raises InvalidRequest. `letters` that a text counts as meanwhile, at most. `one_by_one`: of
-        `Turns`. `most`: bytes that large texts may take together on their way, as of `Reserve`."""
+        """`tokenise` raises InvalidRequest. `one_by_one`: of `Turns`. `most`: bytes that large texts may take together
+        on their way, as of `Reserve`."""
         self._tokenise = tokenise
-        self._letters = letters
         self._short = LoopShare()
         self._threads = ThreadsInTurns(
             _THREADS, "tokenise", _MOST_WAITING, "prompts wait to be tokenised", one_by_one=one_by_one
@@ -70,7 +71,7 @@ class Tokenising:
         return replace(tokenised(request, ids), timeout_s=max(_LEAST_S, until - loop.time()))
 
     async def _on_a_thread(self, whose: str, prompt: PromptText) -> Sequence[int]:
-        if (letters := self._letters(prompt.text)) <= LARGE:
+        if len(prompt.text) <= LARGE:
             return await self._threads.do(whose, self._tokenise, prompt)
-        part = await self._reserve.take(whose, OF_A_LETTER * letters)
+        part = await self._reserve.take(whose, AT_ONCE + _OF_A_LETTER * len(prompt.text))
         return await self._threads.do(whose, self._tokenise, prompt, part)

@@ -16,6 +16,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as HfTokenizer
 
 from isthmus_runtime.openai import control
+from isthmus_runtime.openai import tokenizer as tokenizer_module
 from isthmus_runtime.openai.chat import Conversation, NeedsThread
 from isthmus_runtime.openai.control import ControlTokens
 from isthmus_runtime.openai.tokenizer import Tokenizer
@@ -185,17 +186,17 @@ def test_a_long_conversation_with_control_tokens_is_tokenised_in_parts_as_at_onc
     ]
     texts = ["".join(r.choices(pieces, k=200)) for _ in range(4)] + [next(iter(tokenizer._control.strings))]
     whole = tokenizer.chat(conversation(texts)).ids
-    copy = tokenizer._control._tokenizer()
+    copy = tokenizer._control.copy()
 
     class Noted:
         def encode_batch_fast(self, parts, **more):
             longest.extend(map(len, parts))
             return copy.encode_batch_fast(parts, **more)
 
-    monkeypatch.setattr(control, "_PART", 100)
-    monkeypatch.setattr(tokenizer._control, "_tokenizer", Noted)
+    monkeypatch.setattr(tokenizer_module, "_PART", 100)
+    monkeypatch.setattr(tokenizer._control, "copy", Noted)
     assert tokenizer.chat(conversation(texts)).ids == whole
-    if tokenizer.part:
+    if tokenizer._cuts:
         assert len(longest) > 20 and sum(longest) > 10 * max(longest)
     else:
         assert len(longest) == 1
@@ -309,7 +310,7 @@ def test_others_have_turns_while_control_tokens_are_looked_for(monkeypatch):
     assert tokenizer._control.marked(text, marks) == text + marks.end
     assert len(turns) >= parts
     turns.clear()
-    tokenizer._control.encode(text[: 4 * control._PART] + "<|im_end|>", marks, cuts=True)
+    tokenizer._control.named(text[: 4 * control._PART] + "<|im_end|>", marks)
     assert len(turns) >= 4
 
 

@@ -119,6 +119,8 @@ async def _serve_http(
     meters = EngineMeters(CollectorRegistry(), model_name)
     meters.engine.set_cache_config(block_size=str(facts.kv.block_size), num_gpu_blocks=str(facts.kv.physical_blocks))
     memory = _memory(config, running, meters)
+    if tokenizer is not None:
+        tokenizer.long_texts.room = memory.room_elsewhere
 
     def info() -> EngineInfo:
         return engine_info(
@@ -142,7 +144,6 @@ async def _serve_http(
         credentials=credentials,
         tracer=tracer,
         tokenise=None if tokenizer is None else partial(ids_of_passed_on, tokenizer),
-        letters=len if tokenizer is None else tokenizer.most_letters,
         memory=memory,
     )
     app = make_app(

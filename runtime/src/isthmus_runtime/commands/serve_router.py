@@ -63,7 +63,7 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, api_key: str, tenan
     memory = MemoryGuard(find_limit(config.server.memory_limit_bytes, log=log.info), refused=watched.refused)
     watched.level.set_function(lambda: memory.level)
     watched.share.set_function(lambda: memory.share)
-    own = OwnTokenizer(tokenizer.digest, partial(ids_of_passed_on, tokenizer), tokenizer.most_letters)
+    own = OwnTokenizer(tokenizer.digest, partial(ids_of_passed_on, tokenizer))
     router = make_router(config, registry, in_flight, credentials=credentials, tokenizer=own, memory=memory)
     metrics = RequestMetrics(registry, config.model.served_names[0], prefix="isthmus_router_")
     app = make_app(

@@ -74,18 +74,15 @@ class EngineServer:
         credentials: Credentials | None = None,
         tracer: Tracer = NO_TRACER,
         tokenise: Callable[[PromptText], Sequence[int]] | None = None,
-        letters: Callable[[str], int] = len,
         memory: MemoryGuard | None = None,
     ) -> None:
         """`kv_events` None: there is no prefix cache, so the route is not added. `credentials`: without usable ones it
-        is not ready. `tokenise` raises InvalidRequest; None: prompts come as ids alone. `letters`: of `Tokenising`."""
+        is not ready. `tokenise` raises InvalidRequest; None: prompts come as ids alone."""
         guard = self._memory = MemoryGuard() if memory is None else memory
         self._tokenising = (
             None
             if tokenise is None
-            else Tokenising(
-                tokenise, letters=letters, one_by_one=lambda: guard.tight, most=lambda: guard.room_on_the_way
-            )
+            else Tokenising(tokenise, one_by_one=lambda: guard.tight, most=lambda: guard.room_on_the_way)
         )
         self._credentials = credentials
         self._tracer = tracer

@@ -24,8 +24,6 @@ class OwnTokenizer:
     """Engines of the same make the same ids."""
     tokenise: Callable[[PromptText], Sequence[int]]
     """Raises InvalidRequest."""
-    letters: Callable[[str], int] = len
-    """Characters that a text counts as while it is tokenised, at most."""
 
 
 def takes_text(own: OwnTokenizer | None, policy: PolicyName, engines: Fleet) -> bool:

@@ -66,7 +66,7 @@ class RouterBackend:
         """`tokenizer` None: prompts come as ids alone."""
         self._pool = pool
         self._tokenizer = tokenizer
-        self._tokenising = None if tokenizer is None else Tokenising(tokenizer.tokenise, letters=tokenizer.letters)
+        self._tokenising = None if tokenizer is None else Tokenising(tokenizer.tokenise)
         self._links = links
         self._metrics = metrics
         self._new_attempt = new_attempt
