@@ -332,7 +332,7 @@ def test_few_texts_hold_many_control_tokens(monkeypatch, where):
         tokenizer.chat(Conversation(**given))
 
     chat(40, 0)
-    with pytest.raises(InvalidRequest, match=r"more than (4[0-9]|50) control tokens of this model, such as '<.im_end.>'"):
+    with pytest.raises(InvalidRequest, match=r"more than (4[0-9]|50) control tokens .* such as '<.im_end.>'"):
         chat(60, 0)
     chat(60, 64 * 20)
 
