@@ -173,7 +173,9 @@ def test_of_two_workloads_of_routers_of_one_revision_one_goes(renamed: bool) -> 
     target = service()
     manifest = router.deployment(target, OLD, replicas=2)
     one = live(manifest)
-    other = live(copy.deepcopy(manifest) | {"metadata": manifest["metadata"] | {"name": "svc-router"}}, "2026-01-02T00:00:00Z")
+    other = live(
+        copy.deepcopy(manifest) | {"metadata": manifest["metadata"] | {"name": "svc-router"}}, "2026-01-02T00:00:00Z"
+    )
     for edited in (target, service(router={"maxQueue": 9})):
         found = wanted(edited, [*engines(target), one, other, pod(other if renamed else one)])
         counts = {m["metadata"]["name"]: m["spec"]["replicas"] for m in deployments(found, ROUTER)}
