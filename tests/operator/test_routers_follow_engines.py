@@ -64,11 +64,15 @@ class Life:
     """Plans by which, without a fault, nobody answered any more."""
 
     def __post_init__(self) -> None:
-        self.world.becomes_ready = lambda pod: not self.fails(pod)
+        self.world.becomes_ready = self.starts
         self.go(60)
 
     def fails(self, pod: Pod) -> bool:
         return (pod.component, self.known[pod.component, pod.revision][0]) in self.bad
+
+    def starts(self, pod: Pod) -> bool:
+        """A router does so when it knows an engine of its own."""
+        return not self.fails(pod) and (pod.component is not R or self.known[R, pod.revision] in self.engines)
 
     def strike(self, *bad: tuple[Component, str]) -> None:
         """What is ready of these crashes now."""
@@ -302,6 +306,52 @@ def test_a_pause_with_fewer_routers_keeps_the_one_that_is_ready(surge: dict[str,
     life.edit(paused=True, routers=1)
     life.go(5)
     assert life.answered
+
+
+@pytest.mark.parametrize("back", ["Pause", "Rollback"])
+@pytest.mark.parametrize("steps", [5, 8, 11, 40])
+@pytest.mark.parametrize("model", ["a", "b"])
+def test_routers_know_engines_of_their_model_whatever_their_image(model: str, steps: int, back: str) -> None:
+    """To another model, and on the way to another image of either, which does not start."""
+    life = Life(Asked(rollout=tuple((SURGES[0] | {"onFailure": back}).items())))
+    life.edit(model="b")
+    life.go(steps)
+    life.edit(model=model, image=2)
+    broken = role_revision(life.asked.spec, W)
+    life.world.becomes_ready = lambda pod: pod.revision != broken and life.starts(pod)
+    life.go(20)
+    late = life.go(1, 100.0)
+    assert late.state is (Rollout.FAILED if back == "Pause" else Rollout.ROLLED_BACK)
+    life.go(60)
+    assert life.answered and not life.taken
+    assert back == "Pause" or life.ready(R) == life.engines
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_decode_pods_that_answer_alone_have_routers(paused: bool) -> None:
+    """Those of before have failed, and prefill pods do not start."""
+    life = Life(Asked(apart=True, rollout=tuple(SURGES[0].items())))
+    life.edit(model="b")
+    life.strike((D, "a"), (P, "b"))
+    life.go(20)
+    life.edit(paused=paused)
+    life.go(20)
+    assert life.answered
+
+
+@pytest.mark.parametrize("back", ["Pause", "Rollback"])
+def test_what_changes_while_there_should_be_no_engines_does_not_fail(back: str) -> None:
+    """Routers are not ready before they know an engine."""
+    life = Life(Asked(rollout=tuple((SURGES[0] | {"onFailure": back}).items())))
+    life.edit(replicas=0)
+    life.go(20)
+    life.edit(model="b")
+    life.go(20)
+    assert life.go(5, 100.0).state is Rollout.ROLLING
+    life.edit(replicas=2)
+    life.go(60)
+    assert_done(life.asked.spec, life.world)
+    assert life.answered and life.ready(R) == {("b", False)}
 
 
 def fewer_ready(life: Life, old: set[str]) -> bool:

@@ -296,8 +296,7 @@ def _move(service: InferenceService, goals: Sequence[Goal], router: str, seen: O
         return recreate_move(goals, seen.engines, now)
     layouts = {goal.pairing for goal in goals} | {w.pairing for w in remaining(goals, seen, now)}
     alone = strategy is RolloutStrategy.INDEPENDENT and len(layouts) == 1
-    old = routers.old_routers(service, router, seen, now)
-    routed = None if old is None else old.pairing
+    routed = routers.old_pairings(service, router, seen, now)
     lone = service.spec.router.on_prefill_unavailable is PrefillUnavailable.LOCAL
     move = next_move(goals, seen.engines, now, in_step=not alone, routed=routed, lone=lone, wanted=seen.wanted)
     if strategy is RolloutStrategy.INDEPENDENT and not alone and rolling:

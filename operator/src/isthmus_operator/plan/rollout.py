@@ -114,14 +114,14 @@ def next_move(
     now: float,
     *,
     in_step: bool = True,
-    routed: str | None = None,
+    routed: frozenset[str] | None = None,
     lone: bool = False,
     wanted: Mapping[Component, int] | None = None,
 ) -> Move:
     """The next counts. `in_step` False: each role by itself (rules 4 and 5 are left out).
 
     `routed`: routers of another revision serve, of which it is not sure that they give new pods anything: one old pod
-    of each role stays, where the counts leave room for it, of this pairing if there is one, and so do roles that the
+    of each role stays, where the counts leave room for it, of these pairings if there is one, and so do roles that the
     service no longer has. `lone`: decode pods answer without prefill ones. `wanted`: pods that such roles had.
     """
     roles = [_role(goal, workloads, now) for goal in goals]
@@ -217,7 +217,7 @@ def settles(workload: Workload, now: float) -> list[float]:
     return [at for at in settled if at > now]
 
 
-def _kept_pairing(roles: Sequence[_Role], now: float, routed: str | None, lone: bool) -> str | None:
+def _kept_pairing(roles: Sequence[_Role], now: float, routed: frozenset[str] | None, lone: bool) -> str | None:
     """Pairing of the old pods of which each role keeps one; None when new pods serve, or nothing does. `routed`,
     `lone`: as of `next_move`; where routers are of others new ones do not count.
 
@@ -237,7 +237,7 @@ def _kept_pairing(roles: Sequence[_Role], now: float, routed: str | None, lone: 
     if not found and lone and routed is not None:
         decode = [role for role in roles if role.goal.component is not Component.PREFILL]
         return _kept_pairing(decode, now, routed, False) if len(decode) < len(roles) else None
-    return max(found, key=lambda one: (one == routed, pairs(one), one), default=None)
+    return max(found, key=lambda one: (one in (routed or ()), pairs(one), one), default=None)
 
 
 def _old_counts(

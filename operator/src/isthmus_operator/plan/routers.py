@@ -5,7 +5,7 @@
 - Routers are where engines of their own are well. Where those fail, routers go back to the revision whose engines are
   well; where new routers fail, old ones come back beside them.
 - One at a time: a new one is ready before an old one goes, or, where rollouts have no surge, an old one goes before.
-- Engines of the old revision stay, one of each role at least, until no old router is asked for (`old_routers`): they
+- Engines of the old revision stay, one of each role at least, until no old router is asked for (`old_pairings`): they
   may give new engines nothing.
 - The old workload stays, at zero, until the rollout is over: a rollback takes routers back with the engines.
 """
@@ -18,7 +18,7 @@ from dataclasses import replace
 from ..api.choices import Mode, PrefillUnavailable
 from ..api.v1alpha1 import InferenceService
 from ..render.names import Component
-from ..render.revision import pairing, role_revision
+from ..render.revision import model_digest, pairing, role_revision
 from .observed import Observed, Workload
 from .progress import current
 from .rollout import Goal, places
@@ -29,9 +29,13 @@ def goal_of(service: InferenceService, goals: Sequence[Goal], seen: Observed, *,
     the engines of `goals`, if there is one."""
     wanted = role_revision(service, Component.ROUTER)
     former = [w for w in seen.routers if w.revision != wanted] if failed else []
-    pairings = {goal.pairing for goal in goals if goal.count > 0}
-    fitting = [w for w in former if w.pairing in pairings] or former
-    return max(fitting, key=lambda w: (w.ready, w.created)).revision if fitting else wanted
+    engines = [new for goal in goals if goal.count > 0 and (new := current(goal, seen)) is not None]
+    found = [w for w in former if engines and all(_suits(w, engine) for engine in engines)]
+    present = seen.router_of(wanted)
+    if not found and present is not None and engines and all(_suits(present, engine) for engine in engines):
+        return wanted
+    found = found or former
+    return max(found, key=lambda w: (w.ready, w.created)).revision if found else wanted
 
 
 def may_change(goal: str, goals: Sequence[Goal], seen: Observed, *, rolling: bool) -> bool:
@@ -57,25 +61,43 @@ def next_step(
     best = serving(service, seen, now)
     if best is None:
         return next_counts(service, goal, seen, now)
+    new = [engines for role in goals if (engines := current(role, seen)) is not None and role.count > 0]
+    pairs = all(engines.component is not Component.WORKER for engines in new)
+    # New engines answer, of few roles or few as they are, and those that routers are of do not.
+    alone = not has_engines(service, best, seen, now) and _answer(service, pairs, new, now)
     # Engines that have all changed leave others nothing to do: the step is over when routers of theirs serve.
     if service.spec.rollout.paused and (rolling or fit(service, best)):
         lost = has_engines(service, best, seen, now) and any(
             w.replicas and not has_engines(service, w, seen, now) for w in seen.routers
         )
+        if alone:
+            return next_counts(service, goal, seen, now)
         if lost or _stand_in(service, best.revision, seen, now) is not None:
             return next_counts(service, best.revision, seen, now)
         return held_counts(service, seen, best)
-    may = may_change(goal, goals, seen, rolling=rolling)
+    may = may_change(goal, goals, seen, rolling=rolling) or alone
     return next_counts(service, goal if may else best.revision, seen, now)
 
 
 def has_engines(service: InferenceService, routers: Workload, seen: Observed, now: float) -> bool:
     """Whether an engine that routers can give requests to is well; with prefill and decode, one of each, unless decode
     answers alone."""
-    parts = [Component.DECODE] if routers.pairs else [Component.WORKER]
-    if routers.pairs and service.spec.router.on_prefill_unavailable is PrefillUnavailable.REJECT:
+    return _answer(service, routers.pairs, [w for w in seen.engines if _suits(routers, w)], now)
+
+
+def _answer(service: InferenceService, pairs: bool, engines: Sequence[Workload], now: float) -> bool:
+    """Whether such of these as an answer needs are well. `pairs`: the mode."""
+    parts = [Component.DECODE] if pairs else [Component.WORKER]
+    if pairs and service.spec.router.on_prefill_unavailable is PrefillUnavailable.REJECT:
         parts.append(Component.PREFILL)
-    return all(any(w.well(now) for w in seen.of(part) if routers.pairing in ("", w.pairing)) for part in parts)
+    return all(any(w.well(now) for w in engines if w.component is part) for part in parts)
+
+
+def _suits(routers: Workload, engines: Workload) -> bool:
+    """Whether it is not known that routers are of another mode or model than engines."""
+    if routers.pairs is (engines.component is Component.WORKER):
+        return False
+    return routers.pairing in ("", engines.pairing) or (routers.model != "" and routers.model == engines.model)
 
 
 def serving(service: InferenceService, seen: Observed, now: float) -> Workload | None:
@@ -134,13 +156,14 @@ def held_counts(service: InferenceService, seen: Observed, stay: Workload) -> di
     return counts | {stay.revision: max(min(stay.replicas, int(alone)), least, min(stay.replicas, most))}
 
 
-def old_routers(service: InferenceService, goal: str, seen: Observed, now: float) -> Workload | None:
-    """Routers of another revision, those that serve, or would come back: it is not sure that they give new engines
-    anything."""
+def old_pairings(service: InferenceService, goal: str, seen: Observed, now: float) -> frozenset[str] | None:
+    """Pairings of the engines of routers of another revision, those that serve, or would come back: it is not sure
+    that they give new engines anything. None: there are no such routers."""
     if service.spec.router.replicas == 0:
         return None
     asked = tuple(w for w in seen.routers if w.revision != goal and w.replicas > 0)
-    return serving(service, replace(seen, routers=asked), now) or _stand_in(service, goal, seen, now)
+    old = serving(service, replace(seen, routers=asked), now) or _stand_in(service, goal, seen, now)
+    return None if old is None else frozenset(w.pairing for w in seen.engines if _suits(old, w))
 
 
 def replaces_the_only_one(service: InferenceService, goal: str, seen: Observed, counts: dict[str, int]) -> bool:
@@ -152,7 +175,7 @@ def replaces_the_only_one(service: InferenceService, goal: str, seen: Observed, 
 def fit(service: InferenceService, routers: Workload) -> bool:
     """Whether it is not known that routers are of other engines, or another mode, than the present spec's."""
     same_mode = routers.pairs == (service.spec.mode is Mode.DISAGGREGATED)
-    return same_mode and routers.pairing in ("", pairing(service))
+    return same_mode and (routers.pairing in ("", pairing(service)) or routers.model == model_digest(service))
 
 
 def arrived(service: InferenceService, goal: str, seen: Observed) -> bool:

@@ -354,9 +354,16 @@ class EnginePool:
             (e.endpoint() for e in generate),
             unified=self._unified,
         )
-        # Of those that are away for a while as well: "no such model" would be the last word to most clients.
-        listed = [e.info for e in self._engines.values() if e.listed and e.role != "prefill" and e.info is not None]
-        self.adapters = _adapters(listed) if listed else self.adapters
+        # Of those that are away for a while as well, where no other has one of that name: "no such model" would be the
+        # last word to most clients. What a name stands for, those decide that can answer.
+        here = [e.info for e in generate if e.info is not None]
+        away = [
+            e.info
+            for e in self._engines.values()
+            if e.listed and not e.routable and e.role != "prefill" and e.info is not None and not self._foreign(e)
+        ]
+        if here or away:
+            self.adapters = {**_adapters(away), **_adapters(here)}
         limits = [e.info.kv.max_model_len for e in generate if e.info is not None]
         self.max_model_len = min(limits, default=self.max_model_len)
         self.task = next((e.info.task for e in generate if e.info is not None), self.task)
