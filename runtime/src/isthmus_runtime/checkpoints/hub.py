@@ -31,8 +31,8 @@ def fetch(
 
     `token`: access token; empty: what the environment offers (HF_TOKEN). `resume_as`: see `in_place`; the client goes
     on in the middle of a file. Raises WeightsError when the hub cannot be reached, has no such model or revision, lists
-    names that could be written elsewhere, sends more or other than it lists or its client to addresses that are nearer than its
-    own (`redirects`), or the model is of no supported kind.
+    names that could be written elsewhere, sends more or other than it lists or its client to addresses that are nearer
+    than its own (`redirects`), or the model is of no supported kind.
     """
     from huggingface_hub import HfApi, configure_http_backend, constants, hf_hub_download
     from huggingface_hub.errors import (
