@@ -213,7 +213,8 @@ class Tokenizer:
         guarded = not conversation.allow_control_tokens and self._has_control(conversation)
         if guarded and briefly:
             raise NeedsThread
-        marks = Marks()
+        texts = [conversation.messages, conversation.tools, conversation.kwargs]
+        marks = Marks(self._control.characters(texts) if guarded else 0)
         shown = self._marked(conversation, marks) if guarded else conversation
         if conversation.continue_final_message:
             shown = _with_cut(shown, marks.cut)
