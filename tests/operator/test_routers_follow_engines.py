@@ -354,6 +354,24 @@ def test_what_changes_while_there_should_be_no_engines_does_not_fail(back: str) 
     assert life.answered and life.ready(R) == {("b", False)}
 
 
+@pytest.mark.parametrize("strategy", ["Recreate", "Coordinated"])
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_rollback_goes_to_a_mode_that_had_routers(apart: bool, strategy: str) -> None:
+    """Two edits, one right after the other: of the first there are engines, and never were routers."""
+    rollout = SURGES[0] | {"onFailure": "Rollback", "strategy": strategy}
+    life = Life(Asked(apart=apart, rollout=tuple(rollout.items())))
+    life.edit(apart=not apart)
+    life.go(1)
+    life.strike((R, "b"), (W, "b"), (D, "b"), (P, "b"))
+    life.edit(model="b")
+    life.go(20)
+    late = life.go(1, 100.0)
+    assert late.state is Rollout.ROLLED_BACK
+    life.go(60)
+    assert life.answered
+    assert life.ready(R) == life.engines == {("a", apart)}
+
+
 @pytest.mark.parametrize("model", ["a", "ab"])
 def test_edits_whose_routers_never_start_leave_no_pile_of_workloads(model: str) -> None:
     life = Life(Asked(rollout=tuple(SURGES[0].items())))

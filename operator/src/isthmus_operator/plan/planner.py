@@ -167,7 +167,9 @@ def goals_of(service: InferenceService, seen: Observed) -> tuple[Goal, ...]:
 def _fallback(goals: Sequence[Goal], seen: Observed, now: float) -> tuple[Goal, ...] | None:
     """The goals with every changed role sent back to the revision that served before; None when one has none."""
     back = _former(goals, seen, now)
-    if not back and (gone := _former_roles(goals, seen, now)):
+    gone = _former_roles(goals, seen, now)
+    # A mode that was gone through has engines, and routers only if it has served.
+    if gone and (not back or not routers.known(back.values(), seen)):
         return (*gone, *(replace(goal, count=0) for goal in goals))
     if not back or any(goal.component not in back and current(goal, seen) is None for goal in goals):
         return None
@@ -318,7 +320,7 @@ def _state(service: InferenceService, failed: str, stuck: str, complete: bool, p
 def _unneeded(goals: Sequence[Goal], seen: Observed, over: bool, move: Move, now: float) -> tuple[str, ...]:
     """Workloads of other revisions that have no pods, less those that a rollback would need."""
     back = {*_former(goals, seen, now).values()}
-    roles = _former_roles(goals, seen, now) if not back else ()
+    roles = _former_roles(goals, seen, now)
     back |= {w for goal in roles for w in seen.of(goal.component) if w.revision == goal.revision}
     kept = set() if over else {one.name for one in back}
     return tuple(

@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ..api.choices import Mode, PrefillUnavailable
@@ -98,6 +98,11 @@ def _suits(routers: Workload, engines: Workload) -> bool:
     if routers.pairs is (engines.component is Component.WORKER):
         return False
     return routers.pairing in ("", engines.pairing) or (routers.model != "" and routers.model == engines.model)
+
+
+def known(engines: Iterable[Workload], seen: Observed) -> bool:
+    """Whether there are, or were, routers of all these engines."""
+    return all(any(_suits(w, one) for w in seen.routers) for one in engines)
 
 
 def serving(service: InferenceService, seen: Observed, now: float) -> Workload | None:
