@@ -146,6 +146,9 @@ SHAPES = [{}, {"apart": True}, {"apart": True, "prefills": 1, "replicas": 2}, {"
 SURGES = [{"maxSurge": 0, "maxUnavailable": "25%"}, {"maxSurge": 1, "maxUnavailable": 0}]
 
 
+EVENTS = ["mode", "count", "pause", "queue", "image", "evict", "well", *["model", "changed"] * 2, *["die"] * 3]
+
+
 def lived(seed: int) -> Life:
     """A life with up to six events, which ends well: no fault is left and nothing is paused."""
     rng = random.Random(seed)
@@ -157,7 +160,7 @@ def lived(seed: int) -> Life:
     shape = rng.choice(SHAPES)
     life = Life(Asked(**shape, routers=rng.randint(2, 3), rollout=tuple(rollout.items())))
     for _ in range(rng.randint(1, 6)):
-        match rng.choice(["model"] * 4 + ["mode", "count", "pause", "queue", "image", "evict", "well"] + ["die"] * 4):
+        match rng.choice(EVENTS):
             case "model":
                 life.edit(model=rng.choice("abc"))
             case "mode":
@@ -174,10 +177,17 @@ def lived(seed: int) -> Life:
                 life.evict(rng.choice([R, D, W]), rng=rng)
             case "well":
                 life.bad.clear()
+            case "changed":  # routers have, and a part of the engines
+                life.edit(model=rng.choice("abc"))
+                life.go(40, until=lambda: life.ready(R) == {life.asked.kind})
+                life.strike(*((part, life.asked.model) for part in rng.choice([(R,), (W, P, D)])))
             case "die":
                 parts = rng.choice([(R,), (W, D), (W, D), (P,)])
-                life.strike(*((part, rng.choice("abc")) for part in parts))
-        life.go(rng.choice([0, 1, 2, 3, 5, 8, 12, 16, 20, 40]), rng.choice([1.0, 1.0, 1.0, 20.0]))
+                model = rng.choice([life.asked.model, rng.choice("abc")])
+                life.strike(*((part, model) for part in parts))
+        steps = rng.choice([0, 1, 2, 3, 5, 8, 12, 16, 20, 40])
+        life.go(steps, rng.choice([1.0, 1.0, 1.0, 20.0]))
+        assert life.answered or steps < 12 or not life.could_be, f"{seed=}: {life}"
     life.go(80)
     life.go(8, 30.0)  # what is overdue is so by the time alone
     life.go(60)
@@ -191,7 +201,7 @@ def lived(seed: int) -> Life:
     return life
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [4, 14, 18, 23, 36, 42, 47, 51, 54, 58, 65, 80])
 def test_somebody_answers_wherever_ready_engines_and_routers_of_theirs_could_be(seed: int) -> None:
     assert not lived(seed).taken
 
