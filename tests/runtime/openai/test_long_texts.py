@@ -20,9 +20,11 @@ from isthmus_runtime.openai import long_texts as module
 from isthmus_runtime.openai import tokenizer as tokenizer_module
 from isthmus_runtime.openai.chat import Conversation
 from isthmus_runtime.openai.long_texts import LongTexts, _Line
+from isthmus_runtime.openai.planning import Planning
 from isthmus_runtime.openai.tokenizer import Tokenizer, TooManyTokens
 from isthmus_runtime.request import SamplingOptions
-from isthmus_runtime.sharing.threads_in_turns import ThreadsInTurns
+from isthmus_runtime.serving.memory import MemoryGuard
+from isthmus_runtime.sharing.threads_in_turns import ThreadsInTurns, away
 
 DEADLINE_S = 60.0
 CORPUS = ["the quick brown fox", "12 34 56", "中文字", "größer als é"]
@@ -202,6 +204,30 @@ def test_a_text_that_nobody_waits_for_is_ended_and_others_have_its_thread_meanwh
 
     asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
     assert pid(texts) == first
+
+
+def test_small_texts_that_are_counted_do_not_wait_for_the_process() -> None:
+    """Such a text of 55 KB held the one thread for them while it waited in the line of others: 5 s each time."""
+
+    async def main() -> None:
+        planning, begun, go = Planning(MemoryGuard()), threading.Event(), threading.Event()
+
+        def long(body: bytes) -> bytes:
+            with away():
+                begun.set()
+                assert go.wait(DEADLINE_S)
+            return body
+
+        one = asyncio.create_task(planning.alone("a", long, b"x" * 55_000))
+        assert await asyncio.to_thread(begun.wait, DEADLINE_S)
+        assert await planning.alone("b", bytes.upper, b"small") == b"SMALL"
+        again = asyncio.create_task(planning.alone("a", bytes.upper, b"one client has one at a time"))
+        await asyncio.sleep(0)
+        go.set()
+        assert await one == b"x" * 55_000
+        assert await again == b"ONE CLIENT HAS ONE AT A TIME"
+
+    asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
 
 
 def test_processes_that_end_are_started_anew(texts: LongTexts) -> None:
