@@ -31,8 +31,8 @@ def fetch(
 
     `token`: access token; empty: what the environment offers (HF_TOKEN). `resume_as`: see `in_place`; the client goes
     on in the middle of a file. Raises WeightsError when the hub cannot be reached, has no such model or revision, lists
-    names that could be written elsewhere, sends more than it lists or its client to addresses that are nearer than its
-    own (`redirects`), or the model is of no supported kind.
+    names that could be written elsewhere, sends more or other than it lists or its client to addresses that are nearer
+    than its own (`redirects`), or the model is of no supported kind.
     """
     from huggingface_hub import HfApi, configure_http_backend, constants, hf_hub_download
     from huggingface_hub.errors import (
@@ -73,8 +73,11 @@ def fetch(
                 listing = HfApi().model_info(repo, revision=revision, files_metadata=True, token=token or None)
                 commit, files = listing.sha or "", listing.siblings or []
                 listed = {file.rfilename: file.size for file in files}
-                expected = {file.rfilename: file.lfs.sha256 for file in files if file.lfs is not None}
-                readable = all(isinstance(text, str) for text in (commit, *listed, *expected.values())) and all(
+                hashes = {file.rfilename: file.lfs.sha256 for file in files if file.lfs is not None}
+                # What is not in LFS is named by git, and a mirror may not say it.
+                blobs = {f.rfilename: f.blob_id for f in files if f.rfilename not in hashes and f.blob_id is not None}
+                texts = (commit, *listed, *hashes.values(), *blobs.values())
+                readable = all(isinstance(text, str) for text in texts) and all(
                     size is None or (isinstance(size, int) and size >= 0) for size in listed.values()
                 )
             except (AttributeError, KeyError, RecursionError, TypeError) as e:
@@ -109,6 +112,9 @@ def fetch(
         except (LocalEntryNotFoundError, HfHubHTTPError, RequestException, OSError) as e:
             if no_space(e):
                 raise
+            if type(e) is OSError:
+                # Its check of a file's size failed: what came is not to be gone on with, as it may be another's page.
+                shutil.rmtree(folder / ".cache", ignore_errors=True)
             raise WeightsError(
                 f"the hub could not be reached for {repo} at {revision}: {type(e).__name__}: {e}. "
                 "Check the network or HF_ENDPOINT, or copy the model here and name its directory"
@@ -127,6 +133,10 @@ def fetch(
             if path.name not in names:
                 # Of an earlier try, when the revision was another commit.
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        record_files(folder, origin, commit=commit, expected=expected)
+        try:
+            record_files(folder, origin, commit=commit, expected=hashes, blobs=blobs)
+        except WeightsError:
+            shutil.rmtree(folder)
+            raise
 
     in_place(out, origin, progress, download, weights=not tokenizer_only, resume_as=resume_as)

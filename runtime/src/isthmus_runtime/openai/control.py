@@ -164,12 +164,8 @@ class ControlTokens:
         """The tokenizer that knows control tokens by their secret names, and nothing else of them."""
         with self._lock:
             if self._copy is None:
-                self._copy = HfTokenizer.from_str(self.serialised_copy())
+                self._copy = HfTokenizer.from_str(json.dumps(self._renamed(json.loads(self._serialised()))))
             return self._copy
-
-    def serialised_copy(self) -> str:
-        """The tokenizer.json of `copy`."""
-        return json.dumps(self._renamed(json.loads(self._serialised())))
 
     def _found(self, text: str, own: bool) -> bool:
         return (
