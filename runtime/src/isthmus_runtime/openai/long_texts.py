@@ -185,7 +185,7 @@ class _Line:
 
     def _of_late(self, who: str, now: float) -> float:
         taken, at = self._taken.get(who, (0.0, now))
-        return taken * 0.5 ** ((now - at) / _HALF_S)
+        return taken * float(0.5 ** ((now - at) / _HALF_S))
 
     def _next(self) -> None:
         if self._has is None and self._waiting:
