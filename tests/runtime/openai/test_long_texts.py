@@ -173,7 +173,8 @@ def test_what_takes_a_processor_too_long_ends_alone(texts: LongTexts, monkeypatc
 def test_a_text_that_nobody_waits_for_is_ended_and_others_have_its_thread_meanwhile(
     texts: LongTexts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MOST_S", 600.0)
+    for name in ("MOST_S", "_SHORT_S"):
+        monkeypatch.setattr(module, name, 600.0)
 
     texts.encode("the", by=1)
     first = pid(texts)
@@ -248,7 +249,8 @@ def test_it_ends_with_whom_it_works_for_and_holds_nothing_of_it_open() -> None:
 
 
 def test_one_that_is_killed_says_so(texts: LongTexts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_S", 600.0)
+    for name in ("MOST_S", "_SHORT_S"):
+        monkeypatch.setattr(module, name, 600.0)
 
     def kill() -> None:
         parent = pid(texts)
@@ -281,20 +283,23 @@ def test_what_cannot_start_is_told(texts: LongTexts, monkeypatch: pytest.MonkeyP
     assert texts.encode("fox")[0] > 0
 
 
-def test_clients_have_turns_in_a_circle() -> None:
-    line, order, inside = _Line(), [], threading.Event()
+def test_who_has_taken_least_is_next() -> None:
+    now = [0.0]
+    line, order, pause = _Line(lambda: now[0]), [], threading.Event()
 
     def wait(who: str, number: int) -> None:
         with line.turn(who, lambda: None):
             order.append((who, number))
+            now[0] += 9.0 if who == "long" else 0.1
 
-    with line.turn("first", lambda: None):
+    with line.turn("long", lambda: None):
+        now[0] += 9.0
         threads = []
-        for who, number in [("a", 1), ("a", 2), ("a", 3), ("b", 1), ("c", 1), ("b", 2)]:
+        for who, number in [("long", 1), ("long", 2), ("a", 1), ("a", 2), ("b", 1), ("c", 1), ("b", 2)]:
             threads.append(threading.Thread(target=wait, args=(who, number)))
             threads[-1].start()
             while sum(map(len, line._waiting.values())) < len(threads):
-                inside.wait(0.001)
+                pause.wait(0.001)
 
         def leave() -> None:
             raise Cancelled("gone")
@@ -303,5 +308,9 @@ def test_clients_have_turns_in_a_circle() -> None:
             pass
     for thread in threads:
         thread.join(DEADLINE_S)
-    assert order == [("a", 1), ("b", 1), ("c", 1), ("a", 2), ("b", 2), ("a", 3)]
-    assert not line._waiting and line._has is None
+    assert order == [("a", 1), ("b", 1), ("c", 1), ("a", 2), ("b", 2), ("long", 1), ("long", 2)]
+    assert not line._waiting and line._has is None and "d" not in line._taken
+    now[0] += 1000.0
+    with line.turn("e", lambda: None):
+        pass
+    assert not line._taken, "nobody is remembered for ever"
