@@ -3,10 +3,10 @@ devices that are switched to it: those whose ranks sum in memory of each other (
 
 A kernel that is launched so waits (`griddepcontrol.wait`) in every program, for the end of the kernel before it and of
 all before that one. Until then it reads weights alone, which no kernel of a step writes, and writes nothing: so it does
-not matter what runs before or after it. As it begins it lets the next one begin (`launch_dependents`), which takes places
-that are free once all programs of this one have theirs, so on one stream nobody takes the places of who is waited for.
-Where streams of a card wait for each other, as ranks of tests do, it must be off: kernels that wait would take them all.
-Kernels that are launched in order take no notice of any of it.
+not matter what runs before or after it. As it begins it lets the next one begin (`launch_dependents`), which takes
+places that are free once all programs of this one have theirs, so on one stream nobody takes the places of who is
+waited for. Where streams of a card wait for each other, as ranks of tests do, it must be off: kernels that wait would
+take all places. Kernels that are launched in order take no notice of any of it.
 """
 
 import torch
