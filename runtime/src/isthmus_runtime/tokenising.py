@@ -47,6 +47,11 @@ class Tokenising:
         )
         self._reserve = Reserve(most, _MOST_WAITING, "large prompts wait to be tokenised", self._threads)
 
+    @property
+    def set_aside(self) -> int:
+        """Bytes that texts on their way may take at present. From any thread."""
+        return self._reserve.used
+
     async def by_ids(self, request: GenerateRequest) -> GenerateRequest:
         """`request`, whose prompt is text, by ids, with what is left of its time.
 

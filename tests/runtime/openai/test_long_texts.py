@@ -15,7 +15,7 @@ from small_bpe import byte_level_bpe
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, normalizers, processors, trainers
 
-from isthmus_runtime.errors import Cancelled, InvalidRequest, Overloaded
+from isthmus_runtime.errors import Cancelled, InvalidRequest, MemoryShort, Overloaded
 from isthmus_runtime.openai import long_texts as module
 from isthmus_runtime.openai import tokenizer as tokenizer_module
 from isthmus_runtime.openai.chat import Conversation
@@ -147,17 +147,38 @@ def test_what_a_prompt_has_around_it_is_there() -> None:
     texts.close()
 
 
-def test_what_takes_more_memory_than_there_is_ends_alone(texts: LongTexts) -> None:
+def test_what_takes_more_memory_than_there_is_ends_alone(texts: LongTexts, monkeypatch: pytest.MonkeyPatch) -> None:
     """One letter is three after NFC, of four bytes each: 4 KB, packed, took 1.2 GB of a router of 1 GiB."""
-    texts.room = lambda: 32 << 20
+    monkeypatch.setattr(texts.memory, "take_elsewhere", lambda: 32 << 20)
     assert texts.encode("fox")[0] == len(LIBRARY.encode("fox").ids)
     first = pid(texts)
     for _ in range(3):
         with pytest.raises(InvalidRequest, match=r"262000 characters.* takes more than 32 MiB .*--memory-limit"):
             texts.encode("\U0001d160" * 262_000)
-    texts.room = lambda: None
+    monkeypatch.undo()
     assert texts.encode("fox" * 9000)[0] == len(LIBRARY.encode("fox" * 9000).ids)
     assert pid(texts) == first
+
+
+def test_a_text_waits_for_memory_and_is_refused_where_it_does_not_come(
+    texts: LongTexts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[int | None] = []
+
+    def take() -> int | None:
+        tries.append(len(tries))
+        if len(tries) < 3:
+            raise MemoryShort("memory: short")
+        return None
+
+    monkeypatch.setattr(texts.memory, "take_elsewhere", take)
+    assert texts.encode("fox")[0] > 0 and len(tries) == 3
+    monkeypatch.setattr(module, "_MEMORY_S", 0.0)
+    tries.clear()
+    with pytest.raises(MemoryShort):
+        texts.encode("fox")
+    tries.extend([None] * 3)
+    assert texts.encode("fox")[0] > 0
 
 
 def test_what_takes_a_processor_too_long_ends_alone(texts: LongTexts, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,7 @@ _ITEMS = re.compile(rb'(?<!\\)"items"\s*:\s*\[\Z')
 _KIND = re.compile(rb'"kind"\s*:\s*"([A-Za-z]*?)(?:List)?"')
 _FORGOTTEN = json.dumps({"type": "ERROR", "object": {"kind": "Status", "code": 410}}).encode()
 """What makes kopf list anew, after a pause; of other errors it ends."""
+_CHANGE = re.compile(rb'\{"type":"(?!ERROR)[A-Z]+","object":\{')
 _TOO_OLD = re.compile(rb'"code"\s*:\s*410\b')
 
 Object = dict[str, Any]
@@ -117,23 +118,26 @@ class _Lines:
         return getattr(self._content, name)
 
     async def iter_chunked(self, size: int) -> AsyncIterator[bytes]:
-        rest = bytearray()
+        rest, came = bytearray(), False
         async for data in self._content.iter_chunked(size):
             *lines, last = data.split(b"\n")
             for line in lines:
                 yield told(bytes(rest + line)) + b"\n"
                 rest.clear()
+                came = True
             rest += last
-        # The API server ends each event by a newline: what is left was cut off, and is told again.
+        # The API server ends each event by a newline. After what is none, or nothing at all, kopf asks again at once.
+        if rest or not came:
+            yield _FORGOTTEN + b"\n"
 
 
 def told(line: bytes) -> bytes:
     """An event of a watch, with its object cut where it is heavy. One that tells of an error, or is none, becomes one
     that has the watch begin anew."""
-    begin = line[:32].translate(None, b" \t\r")
+    begin = line[:64].translate(None, b" \t\r")
     if not begin:
         return line
-    if begin.startswith(b'{"type":"ERROR"') or not begin.startswith(b'{"type":"'):
+    if not _CHANGE.match(begin) or b'"metadata"' not in line:
         if not _TOO_OLD.search(line):
             _log.warning("a watch tells of no change, and begins anew: %s", line[:300].decode(errors="replace"))
         return _FORGOTTEN

@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
-from ..errors import EngineFailed, InvalidRequest, Overloaded
-from ..serving.memory import give_back
+from ..errors import EngineFailed, InvalidRequest, MemoryShort, Overloaded
+from ..serving.memory import MemoryGuard, give_back
 from ..sharing.threads_in_turns import away, spent, whose
 from .long_texts_process import ANSWER, END, ENDED, JOB, NO_MEMORY, TEXT, Answer, Ended, Job, Pipes, serve
 
@@ -42,6 +42,8 @@ _WALL = 20.0
 """How many times as long it is waited for, on a machine that does much else."""
 _END_S = 5.0
 """How long it is waited for the end of a text that was ended."""
+_MEMORY_S = 5.0
+"""How long a text waits for its memory."""
 _LOOK_S = 0.1
 """Between two times that it is asked whether somebody still waits."""
 _PIECE = 1 << 20
@@ -52,14 +54,14 @@ _BY_OTHERS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 class LongTexts:
     """Of one model. Safe to use from several threads; one text at a time, of the client whose have taken least."""
 
-    def __init__(
-        self, tokenizers: Sequence[Callable[[], Tokenizer]], room: Callable[[], int | None] = lambda: None
-    ) -> None:
-        """`tokenizers`: as texts ask for them by number. `room`: bytes that a text may take at present; None:
-        ANY_MEMORY."""
-        self.room = room
+    def __init__(self, tokenizers: Sequence[Callable[[], Tokenizer]]) -> None:
+        """`tokenizers`: as texts ask for them by number."""
+        self.memory = MemoryGuard()
+        """Of this process: says what a text may take at present. Where it does not, ANY_MEMORY."""
         self._tokenizers = tokenizers
         self._line = _Line()
+        self._pause = threading.Event()
+        """Never set: nobody tells when there is memory again."""
         self._process: _Process | None = None
 
     def start(self) -> None:
@@ -85,18 +87,36 @@ class LongTexts:
         by: number of the tokenizer; special: with the tokens that a prompt has before and after it.
 
         InvalidRequest: it takes more memory than there is room for, or more than MOST_S of a processor. Overloaded
-        (503) where the process does not get to run, or is ended by others. Raises as `room`, and as `go_on` meanwhile.
+        (503) where the process does not get to run, or is ended by others, and as MemoryShort where memory is not there
+        for some seconds. Raises as `go_on` meanwhile.
         """
         data = text.encode()
         with away() as check, self._line.turn(whose(), check):
-            room = self.room()
-            memory = ANY_MEMORY if room is None else room
             seconds = min(MOST_S, _SHORT_S + _OF_A_BYTE_S * len(data))
-            job = Job(by, special, -1 if most is None else most, last, memory, seconds, len(data))
-            ended, (count, ids) = self._ask(job, data, check)
+            with self._memory_for_one(check) as memory:
+                job = Job(by, special, -1 if most is None else most, last, memory, seconds, len(data))
+                ended, (count, ids) = self._ask(job, data, check)
         spent(ended.seconds)
         self._check(ended.status, job, len(text))
         return count, ids
+
+    @contextmanager
+    def _memory_for_one(self, check: Callable[[], None]) -> Iterator[int]:
+        """Bytes that it may take; waits for what others have set aside."""
+        until = time.monotonic() + _MEMORY_S
+        while True:
+            try:
+                size = self.memory.take_elsewhere()
+                break
+            except MemoryShort:
+                if time.monotonic() > until:
+                    raise
+            self._pause.wait(_LOOK_S)
+            check()
+        try:
+            yield ANY_MEMORY if size is None else size
+        finally:
+            self.memory.give_back_elsewhere()
 
     def _ask(self, job: Job, data: bytes, check: Callable[[], None]) -> tuple[Ended, tuple[int, array[int]]]:
         for _ in range(2):

@@ -55,6 +55,7 @@ class Planning:
             Reserve(partial(_share, memory, quarters), _MOST_PLANNING, _WAIT, self._planners, held_s)
             for quarters, held_s in ((1, _SMALL_HELD_S), (3, MOST_HELD_S))
         )
+        memory.add_reserve(lambda: self._small.used + self._large.used)
 
     async def short(self, who: str, plan: Callable[[], _M]) -> _M:
         """What `plan` makes, here and now, or in a turn of the event loop that has room for it."""
