@@ -25,7 +25,7 @@ from .names import (
 
 
 def disruption_budgets(service: InferenceService, components: tuple[Component, ...]) -> list[dict[str, Any]]:
-    """One per component: voluntary disruptions take one pod at a time."""
+    """One budget per component: voluntary disruptions take one pod at a time."""
     if service.spec.availability.pdb is Toggle.DISABLED:
         return []
     return [

@@ -190,6 +190,6 @@ def _imported(folder: Path) -> str:
 
 
 def sha256_of(path: Path) -> str:
-    """Of a file's content, in hex."""
+    """SHA-256 of a file's content, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

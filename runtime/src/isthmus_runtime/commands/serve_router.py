@@ -26,7 +26,7 @@ from ..router.app import Router
 from ..router.passed_on import OwnTokenizer
 from ..serving.app import make_app
 from ..serving.in_flight import InFlight
-from ..serving.memory import MemoryGuard, let_go_of_large_blocks
+from ..serving.memory import MemoryGuard, map_large_blocks
 from ..serving.memory_use import find_limit
 from ..structured.checker import Checker
 from .open_tracer import open_tracer
@@ -43,7 +43,7 @@ _LAME_DUCK_S = 3.0
 
 def serve_router(config: RouterConfig) -> int:
     """Run one router until SIGTERM. Raises ConfigError when it cannot start."""
-    let_go_of_large_blocks()
+    map_large_blocks()
     verify_files(Path(config.model.path))
     tokenizer = Tokenizer.load(config.model.path, trusted=config.model.trust_tokenizer)
     tokenizer.prepare()

@@ -57,8 +57,8 @@ class Graphs:
     def shape(
         self, rows: int, tokens: int, most: int, longest: int, *, size: int = 0, prompts: bool = False
     ) -> StepShape:
-        """Of a step of `rows` rows with `tokens` tokens, `most` of a row; `prompts`: though each has one. `size`: to be
-        captured at."""
+        """The shape of a step of `rows` rows with `tokens` tokens, `most` of a row; `prompts`: though each has one.
+        `size`: to be captured at."""
         if most == 1 and not prompts:
             size = size or self.padded(rows)
             return StepShape(True, size, size, most, self.bound(longest), ("decode", size))

@@ -33,7 +33,7 @@ from .status import ServiceStatus, kv_usage, service_status
 
 
 class RouterState(BaseModel):
-    """Of the router, for probes."""
+    """State of the router, for probes."""
 
     status: str
 
