@@ -52,11 +52,38 @@ def nothing_is_left_open(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     with none_left_open():
         yield
-    if threading.active_count() > MOST_THREADS:
+    _let_go_of_frames(request.node)
+    _threads.end()
+
+
+def _let_go_of_frames(item: pytest.Item) -> None:
+    """An error that is a parameter of a test lives as long as its module, and with it the frames that raised it: of two
+    dozen of them each kept an application with all its threads."""
+    for value in item.callspec.params.values() if hasattr(item, "callspec") else ():
+        if isinstance(value, BaseException):
+            value.__traceback__ = value.__context__ = None
+
+
+class _Threads:
+    """Of the applications that tests have made."""
+
+    def __init__(self) -> None:
+        self._stayed = 0  # after the last look for garbage, or fewer since: another one would not end them, in 0.2 s
+
+    def end(self) -> None:
+        """Those of applications that are garbage, once there are many."""
+        running = threading.active_count()
+        self._stayed = min(self._stayed, running)
+        if running - self._stayed <= MOST_THREADS:
+            return
         for cached in vars(fastapi.dependencies.models).values():
             if hasattr(cached, "cache_clear"):
                 cached.cache_clear()
         gc.collect()
+        self._stayed = threading.active_count()
+
+
+_threads = _Threads()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -193,6 +193,22 @@ def stateful(found: Desired) -> Object:
     return one
 
 
+@pytest.mark.parametrize("spec", [{}, {"mode": "Unified", "roles": {"worker": {}}}, {"rollout": {"paused": True}}])
+@pytest.mark.parametrize("on_nodes", [False, True])
+def test_a_master_that_old_engines_use_stays_behind_the_network_policy(spec: Object, on_nodes: bool) -> None:
+    transfer = {"mode": "Store", "transport": "RDMA", "rdma": {"hostNetwork": on_nodes, "resourceName": "rdma/a"}}
+    before = service(store={}, transfer=transfer)
+    roles = spec.get("roles")
+    after = service(roles, **{key: value for key, value in spec.items() if key != "roles"})
+    found = wanted(after, running(before))
+    assert "StatefulSet" not in {one["kind"] for one in found.delete}
+    (policy,) = (m for m in found.apply if m["kind"] == "NetworkPolicy" and m["metadata"]["name"].endswith("-engines"))
+    (roles_of,) = policy["spec"]["podSelector"]["matchExpressions"]
+    assert roles_of["operator"] == "In" and {STORE, P, D} <= set(roles_of["values"])
+    open_to_all = [rule["ports"][0]["port"] for rule in policy["spec"]["ingress"] if "from" not in rule]
+    assert open_to_all == ([50051] if on_nodes else []), "engines with the addresses of nodes reach it until they go"
+
+
 def test_the_master_stays_while_old_engines_use_it() -> None:
     before = running(stored("engine:1"))
     for changed in (stored("engine:2"), stored("engine:2", rollout={"paused": True})):

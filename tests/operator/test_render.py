@@ -140,7 +140,7 @@ def test_rdma_adds_the_device_and_the_one_capability_to_engines_only() -> None:
 def test_engines_accept_only_their_own_service_and_clients_reach_the_router() -> None:
     policies = by_kind(render(service(store={}), Defaults()), "NetworkPolicy")
     engines = policies["svc-engines"]["spec"]
-    assert engines["podSelector"]["matchExpressions"][0]["values"] == ["store", "prefill", "decode"]
+    assert engines["podSelector"]["matchExpressions"][0]["values"] == ["prefill", "decode", "worker", "store"]
     assert engines["ingress"] == [{"from": [{"podSelector": {"matchLabels": {"serving.isthmus.dev/service": "svc"}}}]}]
     assert policies["svc-router"]["spec"]["ingress"] == [{"ports": [{"protocol": "TCP", "port": 8000}]}]
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,35 @@ def test_a_broken_watch_goes_on_and_a_forgotten_place_means_a_new_list(tmp_path:
     play(tmp_path, test)
 
 
+@pytest.mark.parametrize("code", [410, 429, 500, 504])
+def test_a_watch_that_tells_of_an_error_begins_anew(tmp_path: Path, code: int) -> None:
+    async def test(server: ScriptedCluster) -> None:
+        async with working(server, tmp_path) as one:
+            await until(lambda: server.watches == len(WATCHED))
+            server.put("pods", "unheard")
+            server.fail("pods", code)
+            await until(lambda: "unheard" in names(one))
+            server.tell("pods", "ADDED", server.put("pods", "new"))
+            await until(lambda: "new" in names(one))
+
+    play(tmp_path, test)
+
+
+def test_while_a_page_of_html_comes_in_place_of_all_answers_the_lease_is_waited_for(tmp_path: Path) -> None:
+    async def test(server: ScriptedCluster) -> None:
+        async with working(server, tmp_path, replace(LEASE, deadline_s=0.5)) as one:
+            await until(lambda: server.watches == len(WATCHED))
+            server.refuse = 200
+            server.break_off()
+            await until(lambda: not one.metrics.leader._value.get())
+            server.refuse = None
+            await until(lambda: bool(one.metrics.leader._value.get()))
+            server.tell("pods", "ADDED", server.put("pods", "new"))
+            await until(lambda: "new" in names(one))
+
+    play(tmp_path, test)
+
+
 def test_what_was_deleted_unheard_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operator, "LOOK_S", 0.05)
 
@@ -153,7 +183,7 @@ def test_what_was_deleted_unheard_is_noticed(tmp_path: Path, monkeypatch: pytest
     play(tmp_path, test)
 
 
-@pytest.mark.parametrize("status", [0, 401, 403, 429, 500, 503])
+@pytest.mark.parametrize("status", [0, 200, 401, 403, 429, 500, 503])
 def test_an_api_server_that_refuses_for_a_while_is_outlived(tmp_path: Path, status: int) -> None:
     async def test(server: ScriptedCluster) -> None:
         async with working(server, tmp_path) as one:

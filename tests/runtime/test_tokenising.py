@@ -12,7 +12,7 @@ import pytest
 from isthmus_runtime import tokenising
 from isthmus_runtime.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from isthmus_runtime.request import GenerateRequest, PromptText, SamplingParams
-from isthmus_runtime.tokenising import LARGE, OF_A_LETTER, Tokenising
+from isthmus_runtime.tokenising import AT_ONCE, LARGE, Tokenising
 
 LONG = 4097
 DEADLINE_S = 30.0
@@ -124,7 +124,7 @@ def test_large_texts_wait_until_what_they_take_is_there() -> None:
             assert go.wait(DEADLINE_S)
             return [7]
 
-        made = Tokenising(tokenise, most=lambda: 2 * OF_A_LETTER * (LARGE + 1) - 1)
+        made = Tokenising(tokenise, most=lambda: 2 * AT_ONCE + LARGE)
         sizes = {"a": LARGE + 1, "b": LARGE + 1, "c": LARGE}
         asked = [asyncio.create_task(made.by_ids(request(name * size, name))) for name, size in sizes.items()]
         for _ in range(2):

@@ -44,7 +44,7 @@ def groups() -> Object:
 class ScriptedCluster:
     """Runs in a thread of its own, as kopf cancels what it does not know in its loop.
 
-    refuse: the status of every answer, 0 for none; forbidden: namespaces that may not be read;
+    refuse: the status of every answer, 0 for none, 200 for a page of HTML; forbidden: namespaces that may not be read;
     writes: requests that were not reads, but for the lease's
     """
 
@@ -115,6 +115,10 @@ class ScriptedCluster:
         """Of a change, whoever watches."""
         self._there(self._tell(plural, event, body))
 
+    def fail(self, plural: str, code: int) -> None:
+        """Its watches, by an event, as where etcd has lost its leader."""
+        self._there(self._tell(plural, "ERROR", {"kind": "Status", "code": code, "message": "no leader"}))
+
     async def _tell(self, plural: str, event: str, body: Object) -> None:
         version, kind = next((v, kinds[plural]) for v, kinds in KINDS.items() if plural in kinds)
         line = json.dumps({"type": event, "object": {"apiVersion": version, "kind": kind, **body}}).encode() + b"\n"
@@ -149,6 +153,8 @@ class ScriptedCluster:
         if self.refuse == 0:
             assert request.transport is not None
             request.transport.abort()
+        if self.refuse == 200:
+            return web.Response(text="<html>Please log in</html>\n", content_type="text/html")
         if self.refuse is not None:
             return web.json_response({"kind": "Status", "message": "no"}, status=self.refuse or 500)
         if any(f"/namespaces/{namespace}/" in request.path for namespace in self.forbidden):
@@ -198,6 +204,8 @@ class ScriptedCluster:
         return response
 
     async def _lease(self, request: web.Request) -> web.StreamResponse:
+        if self.refuse == 200:
+            return web.Response(text="<html>Please log in</html>", content_type="text/html")
         if request.method in ("POST", "PUT"):
             self.lease = await request.json()
         if self.lease is None:

@@ -16,9 +16,12 @@ from .threads import processors
 LONG = 1 << 12
 """Characters; longer prompts are tokenised on a thread."""
 _MOST_WAITING = 1024
-LARGE, OF_A_LETTER = 1 << 16, 400
-"""Characters of a text for which memory is set aside before, and bytes that each may take where nothing cuts it:
-262,144 digits take 101 MiB."""
+LARGE = 1 << 16
+"""Characters of a text for which memory is set aside before."""
+AT_ONCE = 32 << 20
+"""Bytes that tokenising takes at most at a time, in this process (`Tokenizer`)."""
+_OF_A_LETTER = 64
+"""Bytes of what comes in and of the ids, for each character."""
 _LEAST_S = 0.001
 """A request always has some time: it ends by its deadline like all others."""
 _THREADS = min(16, max(2, processors()))
@@ -70,5 +73,5 @@ class Tokenising:
     async def _on_a_thread(self, whose: str, prompt: PromptText) -> Sequence[int]:
         if len(prompt.text) <= LARGE:
             return await self._threads.do(whose, self._tokenise, prompt)
-        part = await self._reserve.take(whose, OF_A_LETTER * len(prompt.text))
+        part = await self._reserve.take(whose, AT_ONCE + _OF_A_LETTER * len(prompt.text))
         return await self._threads.do(whose, self._tokenise, prompt, part)

@@ -51,6 +51,19 @@ def test_who_has_most_unread_gives_way_and_nobody_else() -> None:
     run(main)
 
 
+def test_requests_of_whom_nothing_is_known_are_a_client_each() -> None:
+    async def main() -> None:
+        streams, told = Streams(asyncio.get_running_loop(), most=100), list[str]()
+        for sid, whose in (("greedy", "a"), *((f"b{i}", "") for i in range(8))):
+            streams.open(sid, lambda sid=sid: told.append(sid), whose)  # type: ignore[misc]
+        streams.deliver([("greedy", SCORED)] * 6)
+        streams.deliver([(f"b{i}", SCORED) for i in range(8)])
+        await asyncio.sleep(0)
+        assert told == ["greedy"]
+
+    run(main)
+
+
 def test_the_client_with_most_unread_gives_way_and_not_who_has_the_largest_answer() -> None:
     async def main() -> None:
         streams, told = Streams(asyncio.get_running_loop(), most=100), list[str]()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import tracemalloc
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from isthmus_runtime.errors import ConfigError, InvalidRequest
+from isthmus_runtime.openai import paid_operations
 from isthmus_runtime.openai.chat import ChatTemplate, Conversation
 
 X = Conversation(messages=[{"role": "user", "content": "x"}])
@@ -140,6 +144,72 @@ def test_a_text_that_is_gone_through_slowly_is_paid_for_before(source):
         assert tracemalloc.get_traced_memory()[1] < 150 << 20
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("values", [4_000, 9_000])
+@pytest.mark.parametrize("wide", ["a", "\U0001f642"])
+def test_indented_json_is_paid_for_before_it_is_made(values, wide):
+    """Each value has a line as long as it is deep: 60 KB made 173 MiB, 680 KB 1.2 GiB."""
+    parameters = [1] * values
+    for _ in range(180):
+        parameters = [parameters]
+    tools = [{"function": {"description": wide, "parameters": parameters}}]
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequest, match="too much text"):
+            ChatTemplate("{% for t in tools %}{{ t | tojson(indent=4) }}{% endfor %}", {}).render(
+                Conversation(messages=X.messages, tools=tools)
+            )
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[0].content }}{% for i in range(900) %}{{ 'a' * 9999 }}{% endfor %}",
+        "{% set x %}{% for i in range(900) %}{{ 'a' * 9999 }}{% endfor %}{% endset %}{{ x[:5] }}",
+        "{{ messages[0].content + 'a' * 900000 }}",
+        "{{ messages[0].content ~ 'a' * 900000 }}",
+        "{{ [messages[0].content, 'a' * 900000] | join }}",
+        "{{ ('a' * 900000) | replace('b', messages[0].content) ~ messages[0].content }}",
+        "{{ ['a' * 900000, messages[0].content] | tojson }}",
+        "{{ ['a' * 900000, messages[0].content] | upper }}",
+    ],
+)
+def test_a_text_of_a_short_conversation_is_short_and_wide_characters_count_by_their_bytes(source):
+    """For short bodies no memory is set aside, and several are rendered at once."""
+    wide = Conversation(messages=[{"role": "user", "content": "\U0001f642"}])
+    template = ChatTemplate(source, {})
+    if "range" not in source:
+        assert len(template.render(X)) > 900_000
+    with pytest.raises(InvalidRequest, match="too much text"):
+        template.render(wide)
+
+
+@given(
+    value=st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers() | st.none(), inner),
+    ),
+    indent=st.none() | st.integers(-1, 9) | st.just("\t "),
+    separators=st.none() | st.just((",", ":")) | st.just((" ,  ", " :")),
+    ascii_only=st.booleans(),
+)
+@settings(deadline=None, max_examples=40)
+def test_json_is_no_longer_than_was_paid(value, indent, separators, ascii_only):
+    written = json.dumps(value, indent=indent, separators=separators, ensure_ascii=ascii_only)
+    size = paid_operations._Written(indent, separators, ensure_ascii=ascii_only)
+    assert len(written) <= size.of(value)
+
+
+@given(texts=st.lists(st.text() | st.text("ab\u00e9", min_size=50) | st.text("a\u65e5", min_size=50)))
+def test_texts_take_no_more_bytes_than_they_count(texts):
+    for text in texts:
+        text.encode("utf-8", "surrogatepass")  # may be kept beside it
+    whole = "".join(texts)
+    assert sys.getsizeof(whole) - sys.getsizeof("\U0001f642") <= paid_operations.size_of(*texts)
 
 
 def test_long_conversations_are_cut_as_templates_do():

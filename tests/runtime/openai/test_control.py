@@ -16,6 +16,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as HfTokenizer
 
 from isthmus_runtime.openai import control
+from isthmus_runtime.openai import tokenizer as tokenizer_module
 from isthmus_runtime.openai.chat import Conversation, NeedsThread
 from isthmus_runtime.openai.control import ControlTokens
 from isthmus_runtime.openai.tokenizer import Tokenizer
@@ -185,17 +186,17 @@ def test_a_long_conversation_with_control_tokens_is_tokenised_in_parts_as_at_onc
     ]
     texts = ["".join(r.choices(pieces, k=200)) for _ in range(4)] + [next(iter(tokenizer._control.strings))]
     whole = tokenizer.chat(conversation(texts)).ids
-    copy = tokenizer._control._tokenizer()
+    copy = tokenizer._control.copy()
 
     class Noted:
         def encode_batch_fast(self, parts, **more):
             longest.extend(map(len, parts))
             return copy.encode_batch_fast(parts, **more)
 
-    monkeypatch.setattr(control, "_PART", 100)
-    monkeypatch.setattr(tokenizer._control, "_tokenizer", Noted)
+    monkeypatch.setattr(tokenizer_module, "_PART", 100)
+    monkeypatch.setattr(tokenizer._control, "copy", Noted)
     assert tokenizer.chat(conversation(texts)).ids == whole
-    if tokenizer.part:
+    if tokenizer._cuts:
         assert len(longest) > 20 and sum(longest) > 10 * max(longest)
     else:
         assert len(longest) == 1
@@ -309,7 +310,7 @@ def test_others_have_turns_while_control_tokens_are_looked_for(monkeypatch):
     assert tokenizer._control.marked(text, marks) == text + marks.end
     assert len(turns) >= parts
     turns.clear()
-    tokenizer._control.encode(text[: 4 * control._PART] + "<|im_end|>", marks, cuts=True)
+    tokenizer._control.named(text[: 4 * control._PART] + "<|im_end|>", marks)
     assert len(turns) >= 4
 
 
@@ -318,6 +319,20 @@ def test_control_tokens_may_be_longer_than_the_stack_is_deep():
     added = [{"content": text, "special": True} for text in (long + "|>", long + "b|>", "<|a|>", "<|")]
     control = ControlTokens(lambda: "{}", added, "")
     assert control.found_in(f"x {long}b|> y") and control.found_in("<|") and not control.found_in("a" * 6000)
+
+
+def test_a_long_text_is_not_normalised_to_be_looked_at(monkeypatch):
+    """One of 14 MB took a gigabyte, and nothing else ran meanwhile."""
+    seen = []
+
+    def normalise(text: str) -> str:
+        seen.append(len(text))
+        return text.replace("\uff1c", "<")
+
+    control = ControlTokens(lambda: "{}", [{"content": "<s>", "special": True, "normalized": True}], "", normalise)
+    assert control.found_in("a \uff1cs> b") and not control.found_in("a b") and seen == [7, 3]
+    assert control.found_in("a " * (1 << 20)), "it may hold one"
+    assert max(seen) == 7
 
 
 def test_a_server_that_has_prepared_makes_no_tokenizer_for_a_conversation(monkeypatch):

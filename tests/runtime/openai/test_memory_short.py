@@ -15,13 +15,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from isthmus_runtime.errors import InvalidRequest, MemoryShort, Overloaded
-from isthmus_runtime.openai.chat import Conversation
+from isthmus_runtime.errors import MemoryShort, Overloaded
 from isthmus_runtime.openai.keys import Keys
 from isthmus_runtime.openai.lifecycle import Lifecycle
-from isthmus_runtime.openai.planning import Planning
-from isthmus_runtime.openai.planning import planning_takes as takes_of
-from isthmus_runtime.openai.tokenizer import Tokenizer
+from isthmus_runtime.openai.planning import Planning, planning_takes
 from isthmus_runtime.serving import memory
 from isthmus_runtime.serving.call import Call
 from isthmus_runtime.serving.in_flight import InFlight
@@ -29,7 +26,6 @@ from isthmus_runtime.serving.limits import BodyTooLarge
 from isthmus_runtime.serving.memory import LOOK_AFTER, MemoryGuard
 from isthmus_runtime.serving.port import PortState
 from isthmus_runtime.serving.pressure import Level, Use
-from isthmus_runtime.sharing.at_once import may_take
 from isthmus_runtime.sharing.threads_in_turns import go_on
 from isthmus_runtime.tracing.span import NO_TRACER
 
@@ -155,7 +151,7 @@ def test_large_bodies_are_planned_one_at_a_time_where_there_is_no_room_for_sever
         def planned(name: str, size: int, host: str) -> asyncio.Task[str]:
             return asyncio.create_task(planning.long(host, plan, name.encode() * size))
 
-        large, small = 600_000, 70_000
+        large, small = 7_500_000, 70_000
         assert guard.room is not None and planning_takes(large) < 3 * guard.room // 8 < 2 * planning_takes(large)
         first = planned("a", large, "127.0.0.1")
         await until(lambda: begun == ["a"])
@@ -195,12 +191,12 @@ def test_a_plan_that_takes_long_ends_where_others_wait_for_its_memory(run, monke
             while True:
                 go_on()
 
-        first = asyncio.create_task(planning.long("127.0.0.1", long, b"x" * 600_000))
+        first = asyncio.create_task(planning.long("127.0.0.1", long, b"x" * 7_500_000))
         await begun.wait()
         holds_nothing = asyncio.create_task(planning.long("127.0.0.3", long, b"x" * 60_000))
         assert await planning.long("127.0.0.2", len, b"x" * 70_000) == 70_000
         assert not first.done()
-        assert await planning.long("127.0.0.2", len, b"x" * 600_000) == 600_000
+        assert await planning.long("127.0.0.2", len, b"x" * 7_500_000) == 7_500_000
         with pytest.raises(Overloaded, match="long texts"):
             await first
         assert not holds_nothing.done()
@@ -247,7 +243,7 @@ def test_before_a_large_plan_what_it_may_take_is_there_or_it_is_refused(run, mon
         monkeypatch.setattr(memory, "give_back", give_back)
         planning = Planning(guard)
         guard._use.used = 79 * GIB // 100
-        small, large = 70_000, 600_000
+        small, large = 70_000, 7_500_000
         assert planning_takes(small) < 21 * GIB // 100 < planning_takes(large)
         assert await planning.long("127.0.0.1", len, b"x" * small) == small
         assert guard.level is Level.CALM and not given
@@ -265,76 +261,21 @@ def test_before_a_large_plan_what_it_may_take_is_there_or_it_is_refused(run, mon
     run(main())
 
 
-@pytest.mark.parametrize("control", [False, True])
-def test_memory_is_set_aside_for_what_texts_have_become(run, model_dir, control) -> None:
-    """What nobody can tell by the body: which of its texts are rendered, and side by side."""
-    tokenizer = Tokenizer.load(model_dir)
-    assert tokenizer.part
-    tokenizer.prepare()
-    token = next(iter(tokenizer._special)) if control else ""
-    messages = [{"role": "user", "content": token + "7" * 300_000}]
-
-    async def main() -> None:
-        planning, used = Planning(MemoryGuard(), tokenizer.part, lambda: tokenizer.at_once(1 << 20)), list[int]()
-
-        def make(body: bytes) -> int:
-            used.append(planning._large.used + planning._small.used)
-            return len(tokenizer.chat(Conversation(messages=messages)).ids or ())
-
-        body = b"x, y " * 60_000
-        assert await planning.long("a", make, body) > 250_000
-        first, last = used
-        assert first < takes_of(len(body), 140_000) and takes_of(len(body), 300_000) <= last
-        assert last < takes_of(len(body), 310_000)
-        await until(lambda: planning._large.used + planning._small.used == 0)
-
-    run(main())
-
-
-def test_what_texts_have_become_is_bounded(run) -> None:
-    async def main() -> None:
-        planning, times = Planning(MemoryGuard(), 1 << 16), []
-
-        def make(body: bytes) -> None:
-            times.append(len(body))
-            may_take((1 << 18) * 2 ** len(times))
-
-        with pytest.raises(InvalidRequest, match="2097152 characters without a place"):
-            await planning.long("a", make, b"x, y " * 60_000)
-        assert len(times) == 3, "twice with more"
-        await until(lambda: planning._large.used + planning._small.used == 0)
-
-    run(main())
-
-
-def test_what_is_tokenised_at_once_follows_the_context(run, model_dir, tmp_path) -> None:
-    """Where no text can be cut, of which a model takes a million tokens, four million characters are."""
-
-    async def main() -> None:
-        made = json.loads((model_dir / "tokenizer.json").read_text())
-        made["added_tokens"].append(
-            {**made["added_tokens"][0], "id": 1 + max(made["model"]["vocab"].values()), "content": "a, b"}
-        )
-        (tmp_path / "tokenizer.json").write_text(json.dumps(made))
-        for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
-            (tmp_path / name).write_bytes((model_dir / name).read_bytes())
-        size = 3 << 20
-        for folder, most, letters in (
-            (model_dir, 1 << 20, 2 << 16),
-            (tmp_path, 1 << 17, 1 << 20),
-            (tmp_path, 1 << 19, size),
-        ):
-            tokenizer = Tokenizer.load(folder)
-            planning, used = (
-                Planning(MemoryGuard(), tokenizer.part, lambda t=tokenizer, m=most: t.at_once(m)),
-                list[int](),
-            )
-            await planning.long(
-                "a", lambda body, p=planning, u=used: u.append(p._large.used + p._small.used), b"x" * size
-            )
-            assert used == [takes_of(size, letters)]
-
-    run(main())
+def test_what_another_process_may_take_is_there_or_its_text_is_refused() -> None:
+    guard = MemoryGuard(Meter())
+    assert guard.room_elsewhere() is None
+    guard.start()
+    assert guard.room is not None
+    most = guard.room_elsewhere()
+    assert most == guard.room // 4 and guard._use is not None
+    guard._use.used = GIB - most
+    guard.look()
+    assert guard.room_elsewhere() == most
+    guard._use.used += 1
+    guard.look()
+    with pytest.raises(MemoryShort, match=f"1024 MiB are used, and {most >> 20} MiB are needed beside it"):
+        guard.room_elsewhere()
+    guard.close()
 
 
 @pytest.mark.parametrize(("size", "counts"), [(1 << 16, False), (1 << 19, True)])
@@ -375,7 +316,7 @@ def test_one_client_s_bodies_leave_room_for_another_s(run) -> None:
             return len(body)
 
         theirs = [asyncio.create_task(planning.long("127.0.0.1", plan, b"x" * 72_000)) for _ in range(17)]
-        await until(lambda: len(begun) == 2)
+        await until(lambda: len(begun) == 1)
         assert await planning.long("127.0.0.2", len, b"x" * 70_000) == 70_000
         assert await planning.long("127.0.0.2", len, b"x" * 140_000) == 140_000
         may_end.set()
@@ -452,11 +393,6 @@ def test_what_is_small_is_counted_beside_what_is_large(run) -> None:
         assert told == [10, 70_000, 100_000, 100_000]
 
     run(main())
-
-
-def planning_takes(size: int) -> int:
-    """Of a body that nothing cuts."""
-    return takes_of(size, size)
 
 
 class Late(Executor):

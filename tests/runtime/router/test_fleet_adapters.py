@@ -9,7 +9,9 @@ from typing import Any, cast
 import pytest
 
 from isthmus_runtime.errors import EngineLost, InvalidRequest, Overloaded, RequestError, UnknownModel
+from isthmus_runtime.protocol.info import AdapterInfo
 from isthmus_runtime.router.adapters import FleetAdapters
+from isthmus_runtime.router.passed_on import OwnTokenizer
 
 UNKNOWN = UnknownModel("lora_name: no adapter 'sql' is loaded")
 WRONG = InvalidRequest("lora_path: there is no folder")
@@ -90,6 +92,31 @@ def test_an_adapter_is_known_while_the_engines_that_have_it_are_away(rig: Any, r
             engine.is_ready = True
             await r.until(lambda pool: len(pool.fleet.decode) == 2)
             assert not r.pool.adapters
+
+    run(main())
+
+
+@pytest.mark.parametrize("how", ["not ready", "another tokenizer"])
+def test_what_a_name_stands_for_is_what_engines_that_answer_have(rig: Any, run: Any, kit: Any, how: str) -> None:
+    """Those that were away outvoted the one that could answer: each request waited for them, and had 503."""
+
+    async def main() -> None:
+        olds, new = [kit.Engine("unified") for _ in range(2)], kit.Engine("unified")
+        for one in (*olds, new):
+            one.vocabulary = "new"
+        async with rig(*olds, new, tokenizer=OwnTokenizer("new", lambda prompt: [1])) as r:
+            await r.router.adapters.change("sql", "d1")
+            await r.router.adapters.change("other", "d3")
+            new.adapters = (AdapterInfo(name="sql", digest="d2"),)
+            for one in olds:
+                if how == "not ready":
+                    one.is_ready = False
+                else:
+                    one.vocabulary = "old"
+            await r.until(lambda pool: [set(one.adapters) for one in pool.fleet.decode] == [{"d2"}])
+            found = {name: adapter.digest for name, adapter in r.pool.adapters.items()}
+            # The others come back, if ever they are this router's.
+            assert found == {"sql": "d2"} | ({"other": "d3"} if how == "not ready" else {})
 
     run(main())
 

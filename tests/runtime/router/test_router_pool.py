@@ -51,6 +51,12 @@ def test_no_compatible_prefill(rig, run, kit, difference, setting):
     run(main())
 
 
+async def looked_at(engine):
+    """What it says now is known to its router."""
+    seen = engine.probes
+    await engine.until(lambda e: e.probes > seen + 2)
+
+
 @pytest.mark.parametrize("roles", [("prefill", "decode"), ("unified",)])
 def test_no_ids_go_to_an_engine_with_another_tokenizer(rig, run, kit, roles):
     """As there are in a rollout to another model, whose ids mean other words."""
@@ -69,7 +75,33 @@ def test_no_ids_go_to_an_engine_with_another_tokenizer(rig, run, kit, roles):
             assert all(engine.generates or engine.prefills for engine in news)
             assert all("another tokenizer" in states(r.pool)[engine.url][1] for engine in olds)
             olds[-1].vocabulary = ""  # one that does not tell, of an older version
+            await looked_at(olds[-1])
+            assert "does not tell" in states(r.pool)[olds[-1].url][1]
+            olds[-1].tokenizer = "new"  # it tells by which it takes texts
             await r.until_ready(len(news) + 1)
+
+    run(main())
+
+
+def test_engines_that_tell_no_tokenizer_serve_until_one_of_their_role_tells_the_routers(rig, run, kit):
+    """In an upgrade together with another tokenizer all were taken for the router's own, and answered other words."""
+
+    async def main():
+        old, new = kit.Engine("unified"), kit.Engine("unified")
+        new.vocabulary, new.is_ready = "new", False
+        async with rig(old, new, wait=False, tokenizer=OwnTokenizer("new", lambda prompt: [1])) as r:
+            for engine in (new, old):
+                await looked_at(engine)
+            await kit.collect(r.backend)  # while none of the others can serve
+            new.is_ready = True
+            await r.until(lambda p: [one.url for one in p.fleet.decode] == [new.url])
+            await kit.collect(r.backend)
+            assert len(old.generates) == len(new.generates) == 1
+            assert "does not tell" in states(r.pool)[old.url][1]
+            new.is_ready = False
+            for engine in (new, old):
+                await looked_at(engine)
+            assert not r.pool.fleet.decode, "one that comes back is worth waiting for"
 
     run(main())
 

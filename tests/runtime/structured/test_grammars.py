@@ -23,6 +23,7 @@ from isthmus_runtime.request import Structure
 from isthmus_runtime.structured import compiled as compiling
 from isthmus_runtime.structured import grammars as module
 from isthmus_runtime.structured import guide as walking
+from isthmus_runtime.structured.allocated import memory_in_use
 from isthmus_runtime.structured.compiled import MAX_TEXT, memory_of
 from isthmus_runtime.structured.grammars import Grammars
 from isthmus_runtime.structured.guide import Guide
@@ -465,12 +466,63 @@ def test_a_grammar_that_clients_share_is_not_let_go_for_one_s_excess(
             guide.allowed([])
 
 
-def test_what_walks_keep_is_bounded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row of the parser, with all that it may be, for each token."""
-    grammars = bounded(model, monkeypatch, 8)
+def count_a_megabyte_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever time it takes."""
     monkeypatch.setattr(walking, "_WALK_RATE", 1e18)
     monkeypatch.setattr(walking, "_TAKING_RATE", 1e18)
-    monkeypatch.setattr(walking, "_TOKEN_WALK", 1 << 20)  # whatever time it takes
+    monkeypatch.setattr(walking, "_TOKEN_WALK", 1 << 20)
+
+
+def walk_on(guide: Guide, count: int) -> list[int]:
+    """So many tokens, the first of those that are allowed."""
+    generated = list[int]()
+    while len(generated) < count:
+        generated.append(next(i for i in allowed_ids(guide.allowed(generated)) if i not in EOS))
+    return generated
+
+
+def test_walks_are_weighed_before_one_gives_way(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of wide schemas four times too much was counted, and some 50 requests ended with 429."""
+    grammars = bounded(model, monkeypatch, 12)
+    count_a_megabyte_a_token(monkeypatch)
+    wide = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(60)}}
+    guides = [grammars.guide(Structure("json_schema", json.dumps(wide)), "many") for _ in range(3)]
+    for guide in guides:
+        assert guide.allowed(walk_on(guide, 30))
+    assert all(guide.lost() is None for guide in guides)
+    assert sum(guide.walk for guide in guides) < 45 << 20, "they were weighed"
+
+
+def test_what_is_weighed_is_never_taken_for_less_than_it_is(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What others free meanwhile does not make it nothing; what they allocate, not more than was counted."""
+    count_a_megabyte_a_token(monkeypatch)
+    guide = grammars.guide(Structure("regex", "[ab]*"))
+    generated = walk_on(guide, 20)
+    for others, found in ((-(1 << 30), (20 << 20) // 16), (1 << 30, 20 << 20)):
+        guide.walk, guide._weighed = 20 << 20, 0
+        told = iter((0, others))
+        guide.weigh(lambda told=told: next(told))  # type: ignore[misc]
+        assert guide.walk == found
+    mask = guide.allowed(generated)
+    guide.walk, guide._weighed = 20 << 20, 0
+    guide.weigh(memory_in_use())
+    assert guide.walk < 3 << 20 and guide.allowed(generated) == mask
+    for walk, weighed in ((20 << 20, (20 << 20) - 1), (33 << 20, 0)):
+        guide.walk, guide._weighed = walk, weighed
+        guide.weigh(lambda: 1 // 0)
+        assert guide.walk == walk
+    with guide._using:
+        guide.walk, guide._weighed = 20 << 20, 0
+        guide.weigh(lambda: 1 // 0)
+
+
+def test_what_walks_keep_is_bounded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of the parser, with all that it may be, for each token."""
+    monkeypatch.setattr(module, "memory_in_use", lambda: lambda: 0)  # there is no weighing
+    grammars = bounded(model, monkeypatch, 8)
+    count_a_megabyte_a_token(monkeypatch)
     kinds = range(20)
     text = "start: x*\nx: " + " | ".join(f"x{i}" for i in kinds) + "".join(f'\nx{i}: "a"' for i in kinds)
     walks, few = grammars.guide(Structure("grammar", text), "many"), grammars.guide(Structure("regex", "b*"), "few")

@@ -61,7 +61,9 @@ def desired(
     leaving = _leaving(service, live, wanted)
     every = (*parts, *leaving)
     guarded = _pods_guarded(seen)
-    apply = policies.network_policies(service, every, defaults, guarded=guarded)
+    rdma = service.spec.transfer.rdma
+    on_nodes = wanted.store and ((rdma is not None and rdma.host_network) or any(map(_on_node, live.values())))
+    apply = policies.network_policies(service, defaults, guarded=guarded, on_nodes=on_nodes)
     apply += policies.disruption_budgets(service, every)
     if mooncake.is_managed(service):
         apply.append(mooncake.master_service(service, exact=seen.exact(Component.STORE)))
@@ -99,6 +101,12 @@ def _guarded(workload: Object) -> bool:
     """Whether pods of its template have credentials; of what has no pods, no."""
     template = workload.get("spec", {}).get("template", {})
     return credentials.GUARDED.items() <= (template.get("metadata", {}).get("labels") or {}).items()
+
+
+def _on_node(workload: Object) -> bool:
+    """Whether its pods have the addresses of nodes."""
+    template = workload["spec"].get("template", {}) if workload["kind"] == "Deployment" else {}
+    return bool(template.get("spec", {}).get("hostNetwork"))
 
 
 def _all_guarded(apply: Iterable[Object]) -> bool:

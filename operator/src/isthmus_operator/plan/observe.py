@@ -9,7 +9,16 @@ from typing import Any
 
 from ..api.v1alpha1 import InferenceService
 from ..render.engine import managed_addresses
-from ..render.names import GUARDED_LABEL, PAIRING_LABEL, REVISION_LABEL, ROLE_LABEL, UID_LABEL, Component, is_engine
+from ..render.names import (
+    GUARDED_LABEL,
+    MODEL_LABEL,
+    PAIRING_LABEL,
+    REVISION_LABEL,
+    ROLE_LABEL,
+    UID_LABEL,
+    Component,
+    is_engine,
+)
 from .observed import UNSCHEDULABLE, Condition, Facts, Observed, Pod, Workload
 
 Object = Mapping[str, Any]
@@ -245,6 +254,7 @@ def _workload(service: InferenceService, child: Object, pods: Sequence[Object]) 
         replicas=spec.get("replicas", 1),
         created=seconds(meta.get("creationTimestamp")),
         pairing=labels.get(PAIRING_LABEL, ""),
+        model=labels.get(MODEL_LABEL, ""),
         pooled=_uses(child, managed_addresses(service)),
         pairs=component is Component.ROUTER and _uses(child, ("--prefill",)),
         problem=problem,

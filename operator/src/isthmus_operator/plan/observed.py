@@ -64,6 +64,7 @@ class Workload:
 
     replicas:  what its spec asks for
     pairing:   engines of one value are sure to have one KV layout
+    model:     routers and engines of one value know one model; empty: an earlier operator made it
     pooled:    its engines use the store that this service manages
     pairs:     its routers pair prefill with decode
     problem:   why its pods cannot be made (quota, admission); empty when they can
@@ -79,6 +80,7 @@ class Workload:
     replicas: int
     created: float
     pairing: str = ""
+    model: str = ""
     pooled: bool = False
     pairs: bool = False
     problem: str = ""

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from ..api.choices import RolloutFailure, RolloutStrategy, ScalingMode
+from ..api.choices import PrefillUnavailable, RolloutFailure, RolloutStrategy, ScalingMode
 from ..api.reasons import Reason
 from ..api.v1alpha1 import InferenceService
 from ..render import mooncake
@@ -104,7 +104,7 @@ def plan(service: InferenceService, seen: Observed, now: float) -> Plan:
     hold = _hold(service, goals, seen, rolling, "" if failed else stuck)
     stands = bool(hold) or not rolling
     stuck = "" if failed else stuck or (overdue(service, present(service, goals, router, seen), now) if stands else "")
-    routing = _routing(service, goals, router, seen, rolling)
+    routing = routers.next_step(service, goals, router, seen, now, rolling=rolling)
     move = _held(goals, seen, now) if hold else _move(service, goals, router, seen, now)
     over = not hold and not rolling and routers.arrived(service, router, seen)
     over = over and (bool(failed) or store_ready(service, seen))
@@ -113,7 +113,7 @@ def plan(service: InferenceService, seen: Observed, now: float) -> Plan:
     return Plan(
         counts=move.counts,
         routers=routing,
-        delete=(*_unneeded(goals, seen, over, move, now), *(_idle(router, seen, routing, now) if over else ())),
+        delete=(*_unneeded(goals, seen, over, move, now), *(routers.idle(router, seen, routing, now) if over else ())),
         store=mooncake.is_managed(service) or any(w.pooled and (w.replicas or places(w, now)) for w in seen.engines),
         router=router,
         alone=routers.replaces_the_only_one(service, router, seen, routing),
@@ -256,6 +256,9 @@ def _hold(service: InferenceService, goals: Sequence[Goal], seen: Observed, roll
 
 def _can_go_back(service: InferenceService, goals: Sequence[Goal], seen: Observed, now: float) -> bool:
     """Whether there is a revision to go back to, and what its engines need."""
+    if not changed(goals, seen):
+        new = seen.router_of(role_revision(service, Component.ROUTER))
+        return new is not None and any(_precedes(w, new, now) for w in seen.routers if w is not new)
     return _fallback(goals, seen, now) is not None and (not mooncake.is_managed(service) or _has_store(seen))
 
 
@@ -293,9 +296,9 @@ def _move(service: InferenceService, goals: Sequence[Goal], router: str, seen: O
         return recreate_move(goals, seen.engines, now)
     layouts = {goal.pairing for goal in goals} | {w.pairing for w in remaining(goals, seen, now)}
     alone = strategy is RolloutStrategy.INDEPENDENT and len(layouts) == 1
-    old = routers.old_routers(service, router, seen)
-    routed = None if old is None else old.pairing
-    move = next_move(goals, seen.engines, now, in_step=not alone, routed=routed, wanted=seen.wanted)
+    routed = routers.old_pairings(service, router, seen, now)
+    lone = service.spec.router.on_prefill_unavailable is PrefillUnavailable.LOCAL
+    move = next_move(goals, seen.engines, now, in_step=not alone, routed=routed, lone=lone, wanted=seen.wanted)
     if strategy is RolloutStrategy.INDEPENDENT and not alone and rolling:
         text = "roles change in step although strategy is Independent: old and new may differ in KV layout"
         return replace(move, waits=(*move.waits, text))
@@ -325,26 +328,6 @@ def _unneeded(goals: Sequence[Goal], seen: Observed, over: bool, move: Move, now
         and w.replicas == 0
         and not places(w, now)
         and move.counts.get((w.component, w.revision)) == 0
-    )
-
-
-def _routing(
-    service: InferenceService, goals: Sequence[Goal], goal: str, seen: Observed, rolling: bool
-) -> dict[str, int]:
-    serving = routers.serving(seen)
-    if serving is None:
-        return routers.next_counts(service, goal, seen)
-    # Engines that have all changed leave others nothing to do: the step is over when routers of theirs serve.
-    if service.spec.rollout.paused and (rolling or routers.fit(service, serving)):
-        return routers.held_counts(service, seen, serving)
-    may = routers.may_change(goal, goals, seen, rolling=rolling)
-    return routers.next_counts(service, goal if may else serving.revision, seen)
-
-
-def _idle(router: str, seen: Observed, routing: dict[str, int], now: float) -> tuple[str, ...]:
-    """Workloads of routers of other revisions that have no pods."""
-    return tuple(
-        w.name for w in seen.routers if w.revision != router and not routing[w.revision] and not places(w, now)
     )
 
 

@@ -6,6 +6,7 @@ Problems of a workload that is not part of the rollout neither stop the rollout 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from ..api.v1alpha1 import InferenceService
 from ..render import mooncake
@@ -67,11 +68,22 @@ def present(service: InferenceService, goals: Sequence[Goal], router: str, seen:
     that is come to."""
     out = [new for goal in goals if (new := current(goal, seen)) is not None]
     if (routers := seen.router_of(router)) is not None:
-        out.append(routers.fresh)
+        out.append(_from_engines_on(routers.fresh, goals, seen))
     # With every pod it has: one of an older revision that is not ready is in the way of the new one.
     if seen.store is not None and mooncake.is_managed(service):
         out.append(seen.store)
     return out
+
+
+def _from_engines_on(routers: Workload, goals: Sequence[Goal], seen: Observed) -> Workload:
+    """Routers as of when there was an engine: a router is ready only once it knows one. Until then none counts as late,
+    and from then on each has as long as any pod."""
+    engines = [new for goal in goals if goal.component is not Component.PREFILL and (new := current(goal, seen))]
+    since = min((pod.changed for new in engines for pod in new.live if pod.ready), default=None)
+    if since is None:
+        return replace(routers, pods=tuple(replace(pod, ready=True) for pod in routers.pods))
+    late = (replace(pod, changed=max(pod.changed, since)) for pod in routers.pods)
+    return replace(routers, pods=tuple(late))
 
 
 def changed(goals: Sequence[Goal], seen: Observed) -> list[Goal]:
@@ -85,7 +97,7 @@ def changing(service: InferenceService, goals: Sequence[Goal], router: str, seen
     """Those of `present` that the rollout under way is about. A master that does not run is not a reason to send
     engines back: theirs is not another."""
     roles = {goal.component for goal in changed(goals, seen)}
-    if any(w.live for w in seen.routers if w.revision != router):
+    if any(w.revision != router for w in seen.routers):
         roles.add(Component.ROUTER)
     return [w for w in present(service, goals, router, seen) if w.component in roles]
 

@@ -14,7 +14,7 @@ from ..api.choices import Mode
 from ..api.v1alpha1 import InferenceService
 from ..render import mooncake
 from ..render.names import Component, child_name, is_engine
-from ..render.revision import pairing, role_revision, service_revision
+from ..render.revision import model_digest, pairing, role_revision, service_revision
 from .desired import master_may_change
 from .observed import UNSCHEDULABLE, Observed, Pod, Workload
 from .planner import Key, Plan, Rollout, plan
@@ -106,6 +106,7 @@ class World:
             replicas=0,
             created=self.now,
             pairing=pairing(service),
+            model=model_digest(service),
             pooled=mooncake.is_managed(service),
             image=service.spec.engine.image or "",
         )

@@ -114,21 +114,22 @@ def next_move(
     now: float,
     *,
     in_step: bool = True,
-    routed: str | None = None,
+    routed: frozenset[str] | None = None,
+    lone: bool = False,
     wanted: Mapping[Component, int] | None = None,
 ) -> Move:
     """The next counts. `in_step` False: each role by itself (rules 4 and 5 are left out).
 
     `routed`: routers of another revision serve, of which it is not sure that they give new pods anything: one old pod
-    of each role stays, where the counts leave room for it, of this pairing if there is one, and so do roles that the
-    service no longer has. `wanted`: pods that such roles had.
+    of each role stays, where the counts leave room for it, of these pairings if there is one, and so do roles that the
+    service no longer has. `lone`: decode pods answer without prefill ones. `wanted`: pods that such roles had.
     """
     roles = [_role(goal, workloads, now) for goal in goals]
     counts = {(w.component, w.revision): w.replicas for w in workloads}
     waits: list[str] = []
     wakes: list[float] = []
     step = _step(roles) if in_step else None
-    keep = _kept_pairing(roles, now, routed) if routed is not None or (in_step and len(roles) > 1) else None
+    keep = _kept_pairing(roles, now, routed, lone) if routed is not None or (in_step and len(roles) > 1) else None
     gap = False
     for role in roles:
         cap, total = _cap(role, step)
@@ -216,9 +217,9 @@ def settles(workload: Workload, now: float) -> list[float]:
     return [at for at in settled if at > now]
 
 
-def _kept_pairing(roles: Sequence[_Role], now: float, routed: str | None) -> str | None:
-    """Pairing of the old pods of which each role keeps one; None when new pods serve, or nothing does. `routed`: as of
-    `next_move`; then new ones do not count.
+def _kept_pairing(roles: Sequence[_Role], now: float, routed: frozenset[str] | None, lone: bool) -> str | None:
+    """Pairing of the old pods of which each role keeps one; None when new pods serve, or nothing does. `routed`,
+    `lone`: as of `next_move`; where routers are of others new ones do not count.
 
     Pods that flicker count, and less than those that are ready.
     """
@@ -233,7 +234,10 @@ def _kept_pairing(roles: Sequence[_Role], now: float, routed: str | None) -> str
 
     known = sorted({w.pairing for role in every for w in role})
     found = [one for one in known if pairs(one)[1] > 0]
-    return max(found, key=lambda one: (one == routed, pairs(one), one), default=None)
+    if not found and lone and routed is not None:
+        decode = [role for role in roles if role.goal.component is not Component.PREFILL]
+        return _kept_pairing(decode, now, routed, False) if len(decode) < len(roles) else None
+    return max(found, key=lambda one: (one in (routed or ()), pairs(one), one), default=None)
 
 
 def _old_counts(

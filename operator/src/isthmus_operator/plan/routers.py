@@ -2,8 +2,10 @@
 
 - Routers change when half of the engines that serve are of the goal, so that a new mode or tokenizer never meets only
   old engines, nor few new ones alone. Once some have changed, the rest do.
+- Routers are where engines of their own are well. Where those fail, routers go back to the revision whose engines are
+  well; where new routers fail, old ones come back beside them.
 - One at a time: a new one is ready before an old one goes, or, where rollouts have no surge, an old one goes before.
-- Engines of the old revision stay, one of each role at least, until no old router is asked for (`old_routers`): they
+- Engines of the old revision stay, one of each role at least, until no old router is asked for (`old_pairings`): they
   may give new engines nothing.
 - The old workload stays, at zero, until the rollout is over: a rollback takes routers back with the engines.
 """
@@ -13,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..api.choices import Mode
+from ..api.choices import Mode, PrefillUnavailable
 from ..api.v1alpha1 import InferenceService
 from ..render.names import Component
-from ..render.revision import pairing, role_revision
+from ..render.revision import model_digest, pairing, role_revision
 from .observed import Observed, Workload
 from .progress import current
-from .rollout import Goal
+from .rollout import Goal, places
 
 
 def goal_of(service: InferenceService, goals: Sequence[Goal], seen: Observed, *, failed: bool) -> str:
@@ -27,9 +29,13 @@ def goal_of(service: InferenceService, goals: Sequence[Goal], seen: Observed, *,
     the engines of `goals`, if there is one."""
     wanted = role_revision(service, Component.ROUTER)
     former = [w for w in seen.routers if w.revision != wanted] if failed else []
-    pairings = {goal.pairing for goal in goals if goal.count > 0}
-    fitting = [w for w in former if w.pairing in pairings] or former
-    return max(fitting, key=lambda w: (w.ready, w.created)).revision if fitting else wanted
+    engines = [new for goal in goals if goal.count > 0 and (new := current(goal, seen)) is not None]
+    found = [w for w in former if engines and all(_suits(w, engine) for engine in engines)]
+    present = seen.router_of(wanted)
+    if not found and present is not None and engines and all(_suits(present, engine) for engine in engines):
+        return wanted
+    found = found or former
+    return max(found, key=lambda w: (w.ready, w.created)).revision if found else wanted
 
 
 def may_change(goal: str, goals: Sequence[Goal], seen: Observed, *, rolling: bool) -> bool:
@@ -47,23 +53,82 @@ def may_change(goal: str, goals: Sequence[Goal], seen: Observed, *, rolling: boo
     return True
 
 
-def serving(seen: Observed) -> Workload | None:
-    """The routers that requests go to until others come: those that most are ready of."""
-    asked = [w for w in seen.routers if w.replicas > 0]
-    return max(asked, key=lambda w: (w.ready, w.replicas, -w.created), default=None)
+def next_step(
+    service: InferenceService, goals: Sequence[Goal], goal: str, seen: Observed, now: float, *, rolling: bool
+) -> dict[str, int]:
+    """Replicas of each revision next, on the way to `goal` as far as engines let it come. `rolling`: as of
+    `may_change`."""
+    best = serving(service, seen, now)
+    if best is None:
+        return next_counts(service, goal, seen, now)
+    new = [engines for role in goals if (engines := current(role, seen)) is not None and role.count > 0]
+    pairs = all(engines.component is not Component.WORKER for engines in new)
+    # New engines answer, of few roles or few as they are, and those that routers are of do not.
+    alone = not has_engines(service, best, seen, now) and _answer(service, pairs, new, now)
+    # Engines that have all changed leave others nothing to do: the step is over when routers of theirs serve.
+    if service.spec.rollout.paused and (rolling or fit(service, best)):
+        lost = has_engines(service, best, seen, now) and any(
+            w.replicas and not has_engines(service, w, seen, now) for w in seen.routers
+        )
+        if alone:
+            return next_counts(service, goal, seen, now)
+        if lost or _stand_in(service, best.revision, seen, now) is not None:
+            return next_counts(service, best.revision, seen, now)
+        return held_counts(service, seen, best)
+    may = may_change(goal, goals, seen, rolling=rolling) or alone
+    return next_counts(service, goal if may else best.revision, seen, now)
 
 
-def next_counts(service: InferenceService, to: str, seen: Observed) -> dict[str, int]:
+def has_engines(service: InferenceService, routers: Workload, seen: Observed, now: float) -> bool:
+    """Whether an engine that routers can give requests to is well; with prefill and decode, one of each, unless decode
+    answers alone."""
+    return _answer(service, routers.pairs, [w for w in seen.engines if _suits(routers, w)], now)
+
+
+def _answer(service: InferenceService, pairs: bool, engines: Sequence[Workload], now: float) -> bool:
+    """Whether such of these as an answer needs are well. `pairs`: the mode."""
+    parts = [Component.DECODE] if pairs else [Component.WORKER]
+    if pairs and service.spec.router.on_prefill_unavailable is PrefillUnavailable.REJECT:
+        parts.append(Component.PREFILL)
+    return all(any(w.well(now) for w in engines if w.component is part) for part in parts)
+
+
+def _suits(routers: Workload, engines: Workload) -> bool:
+    """Whether it is not known that routers are of another mode or model than engines."""
+    if routers.pairs is (engines.component is Component.WORKER):
+        return False
+    return routers.pairing in ("", engines.pairing) or (routers.model != "" and routers.model == engines.model)
+
+
+def serving(service: InferenceService, seen: Observed, now: float) -> Workload | None:
+    """The routers that requests go to until others come: those that have engines, of these those that are asked for,
+    and of these those that most are ready of."""
+    able = {w.revision: has_engines(service, w, seen, now) for w in seen.routers}
+    return max(
+        (w for w in seen.routers if w.replicas > 0 or able[w.revision]),
+        key=lambda w: (able[w.revision], w.replicas > 0, w.ready, w.replicas, -w.created),
+        default=None,
+    )
+
+
+def next_counts(service: InferenceService, to: str, seen: Observed, now: float) -> dict[str, int]:
     """Replicas of each revision, on the way to one."""
     count = service.spec.router.replicas
     counts = {w.revision: w.replicas for w in seen.routers}
-    old = sorted((w for w in seen.routers if w.revision != to), key=lambda w: (w.ready, w.created))
-    if not any(w.replicas for w in old):
+    # Those that have engines go last.
+    old = sorted(
+        (w for w in seen.routers if w.revision != to),
+        key=lambda w: (has_engines(service, w, seen, now), w.ready, w.created),
+    )
+    helper = _stand_in(service, to, seen, now)
+    if helper is None and not any(w.replicas for w in old):
         return counts | {to: count}
     new = seen.router_of(to)
     begun, ready = (0, 0) if new is None else (new.replicas, new.ready)
-    counts[to] = target = min(count, max(begun, ready + 1))
+    counts[to] = target = min(count, max(0 if helper else begun, ready + 1))
     surplus = sum(w.replicas for w in old) - max(0, count - (ready if _surges(service) else target))
+    if helper is not None:
+        counts[helper.revision] += max(0, -surplus)
     for workload in old:
         taken = min(max(0, surplus), workload.replicas)
         counts[workload.revision] -= taken
@@ -71,19 +136,34 @@ def next_counts(service: InferenceService, to: str, seen: Observed) -> dict[str,
     return counts
 
 
+def _stand_in(service: InferenceService, revision: str, seen: Observed, now: float) -> Workload | None:
+    """Routers of another revision that have engines, where none of a revision is well."""
+    mine = seen.router_of(revision)
+    if mine is not None and mine.well(now):
+        return None
+    rest = replace(seen, routers=tuple(w for w in seen.routers if w is not mine))
+    found = serving(service, rest, now)
+    return found if found is not None and has_engines(service, found, seen, now) else None
+
+
 def held_counts(service: InferenceService, seen: Observed, stay: Workload) -> dict[str, int]:
     """The same where no revision gives way to another: as many as there should be, by those that `stay`."""
     counts = {w.revision: w.replicas for w in seen.routers}
     least = service.spec.router.replicas - (sum(counts.values()) - stay.replicas)
     most = least + (_surges(service) and len(counts) > 1)
-    return counts | {stay.revision: max(0, least, min(stay.replicas, most))}
+    # Others that are not ready serve nobody, so the last one that does stays whatever the sum.
+    alone = service.spec.router.replicas > 0 and not any(w.ready for w in seen.routers if w is not stay)
+    return counts | {stay.revision: max(min(stay.replicas, int(alone)), least, min(stay.replicas, most))}
 
 
-def old_routers(service: InferenceService, goal: str, seen: Observed) -> Workload | None:
-    """Routers of another revision, those that serve: it is not sure that they give new engines anything."""
+def old_pairings(service: InferenceService, goal: str, seen: Observed, now: float) -> frozenset[str] | None:
+    """Pairings of the engines of routers of another revision, those that serve, or would come back: it is not sure
+    that they give new engines anything. None: there are no such routers."""
     if service.spec.router.replicas == 0:
         return None
-    return serving(replace(seen, routers=tuple(w for w in seen.routers if w.revision != goal)))
+    asked = tuple(w for w in seen.routers if w.revision != goal and w.replicas > 0)
+    old = serving(service, replace(seen, routers=asked), now) or _stand_in(service, goal, seen, now)
+    return None if old is None else frozenset(w.pairing for w in seen.engines if _suits(old, w))
 
 
 def replaces_the_only_one(service: InferenceService, goal: str, seen: Observed, counts: dict[str, int]) -> bool:
@@ -95,7 +175,7 @@ def replaces_the_only_one(service: InferenceService, goal: str, seen: Observed, 
 def fit(service: InferenceService, routers: Workload) -> bool:
     """Whether it is not known that routers are of other engines, or another mode, than the present spec's."""
     same_mode = routers.pairs == (service.spec.mode is Mode.DISAGGREGATED)
-    return same_mode and routers.pairing in ("", pairing(service))
+    return same_mode and (routers.pairing in ("", pairing(service)) or routers.model == model_digest(service))
 
 
 def arrived(service: InferenceService, goal: str, seen: Observed) -> bool:
@@ -111,3 +191,8 @@ def _ready(revision: str, seen: Observed) -> int:
 
 def _surges(service: InferenceService) -> bool:
     return not service.spec.rollout.max_surge.is_zero
+
+
+def idle(goal: str, seen: Observed, counts: dict[str, int], now: float) -> tuple[str, ...]:
+    """Names of workloads of other revisions that have no pods."""
+    return tuple(w.name for w in seen.routers if w.revision != goal and not counts[w.revision] and not places(w, now))

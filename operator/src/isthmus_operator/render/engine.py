@@ -18,6 +18,7 @@ from .model import model_parts
 from .names import (
     ENGINE_PORT,
     MASTER_RPC_PORT,
+    MODEL_LABEL,
     PAIRING_LABEL,
     REVISION_LABEL,
     SERVICE_LABEL,
@@ -31,7 +32,7 @@ from .names import (
     selector,
 )
 from .pod import GRACE_AFTER_DRAIN_S, flag, http_probes, literal, pod_env, pod_template, resources, security_context
-from .revision import pairing, role_revision
+from .revision import model_digest, pairing, role_revision
 
 _RUNTIME_ROLES = {Component.PREFILL: "prefill", Component.DECODE: "decode", Component.WORKER: "unified"}
 _SECRET_FOLDER = "/etc/isthmus/store"
@@ -205,6 +206,7 @@ def deployment(
     )
     meta = metadata(service, child_name(service.name, component.value, revision), component, revision)
     meta["labels"][PAIRING_LABEL] = pairing(service)
+    meta["labels"][MODEL_LABEL] = model_digest(service)
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",

@@ -24,6 +24,8 @@ UID_LABEL = f"{GROUP}/uid"
 PAIRING_LABEL = f"{GROUP}/pairing"
 """On Deployments (not on pods): what prefill and decode of one KV layout have in common; on those of routers, of the
 engines that they were last wanted with."""
+MODEL_LABEL = f"{GROUP}/model"
+"""On Deployments of engines and routers (not on pods): equal where routers know engines' model."""
 GUARDED_LABEL = f"{GROUP}/guarded"
 """On pods that have a credential and ask for one. Operators before 0.1.0 made others."""
 
@@ -31,7 +33,16 @@ GUARDED_LABEL = f"{GROUP}/guarded"
 READ_LABELS = frozenset(
     {
         *(f"app.kubernetes.io/{name}" for name in ("name", "instance", "part-of", "managed-by", "component")),
-        *(SERVICE_LABEL, ROLE_LABEL, REVISION_LABEL, UID_LABEL, PAIRING_LABEL, GUARDED_LABEL, "llm-d.ai/role"),
+        *(
+            SERVICE_LABEL,
+            ROLE_LABEL,
+            REVISION_LABEL,
+            UID_LABEL,
+            PAIRING_LABEL,
+            MODEL_LABEL,
+            GUARDED_LABEL,
+            "llm-d.ai/role",
+        ),
         *("pod-template-hash", "controller-revision-hash"),
     }
 )

@@ -45,24 +45,25 @@ def disruption_budgets(service: InferenceService, components: tuple[Component, .
 
 
 def network_policies(
-    service: InferenceService, components: tuple[Component, ...], defaults: Defaults, *, guarded: bool = True
+    service: InferenceService, defaults: Defaults, *, guarded: bool = True, on_nodes: bool = False
 ) -> list[dict[str, Any]]:
     """Anyone reaches the router's port; only pods of this service reach engines and store, on any port, because the
     transfer engine chooses its ports when it starts. Scrapers and the operator reach the port of metrics alone.
 
-    Not `guarded`: there are pods that have their metrics on the port of their API."""
+    Whatever roles the spec has: pods of others may be there still, as a master that old engines use.
+    Not `guarded`: there are pods that have their metrics on the port of their API. `on_nodes`: engines that use the
+    master have the addresses of nodes."""
     if service.spec.network_policy is Toggle.DISABLED:
         return []
-    inside = [c.value for c in components if c is not Component.ROUTER]
+    inside = [part.value for part in Component if part is not Component.ROUTER]
     own_pods = {"podSelector": {"matchLabels": {SERVICE_LABEL: service.name}}}
     ingress: list[dict[str, Any]] = [{"from": [own_pods]}]
     outsiders: list[dict[str, Any]] = []
     if namespaces := service.spec.observability.scrape_namespaces:
         expression = {"key": "kubernetes.io/metadata.name", "operator": "In", "values": list(namespaces)}
         outsiders.append({"namespaceSelector": {"matchExpressions": [expression]}})
-    rdma = service.spec.transfer.rdma
-    if Component.STORE in components and rdma is not None and rdma.host_network:
-        # Engines that have the addresses of nodes, which no selector describes.
+    if on_nodes:
+        # No selector describes these addresses.
         ingress.append({"ports": [{"protocol": "TCP", "port": MASTER_RPC_PORT}]})
     if defaults.operator_namespace:
         operator = {

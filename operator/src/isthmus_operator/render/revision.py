@@ -34,7 +34,7 @@ def _shared(service: InferenceService) -> dict[str, object]:
     spec = service.spec
     return {
         "name": service.name,
-        "model": _without(canonical(spec.model), "adapters"),
+        "model": _model(service),
         "drainTimeout": canonical(spec.rollout.drain_timeout),
         "logLevel": spec.observability.log_level.value,
         "pullPolicy": canonical(spec.engine.image_pull_policy),
@@ -62,7 +62,17 @@ def pairing(service: InferenceService) -> str:
     return _digest(_engines(service))
 
 
-def _without(value: object, *fields: str) -> object:
+@lru_cache(AT_ONCE)
+def model_digest(service: InferenceService) -> str:
+    """Equal where routers know the model of engines: they may differ in all else, as in their image."""
+    return _digest({"model": _model(service)})
+
+
+def _model(service: InferenceService) -> dict[str, object]:
+    return _without(canonical(service.spec.model), "adapters")
+
+
+def _without(value: object, *fields: str) -> dict[str, object]:
     assert isinstance(value, dict)
     return {key: item for key, item in value.items() if key not in fields}
 

@@ -11,6 +11,7 @@ from . import credentials
 from .model import model_parts
 from .names import (
     ENGINE_PORT,
+    MODEL_LABEL,
     PAIRING_LABEL,
     REVISION_LABEL,
     ROUTER_PORT,
@@ -23,7 +24,7 @@ from .names import (
     selector,
 )
 from .pod import GRACE_AFTER_DRAIN_S, flag, http_probes, literal, pod_env, pod_template, resources
-from .revision import pairing, role_revision
+from .revision import model_digest, pairing, role_revision
 
 _POLICIES = {
     RouterPolicy.ROUND_ROBIN: "round-robin",
@@ -116,6 +117,7 @@ def deployment(
         name, selects = there["metadata"]["name"], there["spec"]["selector"]["matchLabels"]
     meta = metadata(service, name, Component.ROUTER, revision)
     meta["labels"][PAIRING_LABEL] = pairing(service)
+    meta["labels"][MODEL_LABEL] = model_digest(service)
     surges = not spec.rollout.max_surge.is_zero
     return {
         "apiVersion": "apps/v1",

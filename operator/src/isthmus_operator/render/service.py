@@ -29,7 +29,9 @@ def components(service: InferenceService) -> tuple[Component, ...]:
 def render(service: InferenceService, defaults: Defaults) -> list[dict[str, Any]]:
     """Every manifest. Those of optional APIs (PodMonitor, HTTPRoute) are last and are skipped where not installed."""
     parts = components(service)
-    out = policies.network_policies(service, parts, defaults) + policies.disruption_budgets(service, parts)
+    rdma = service.spec.transfer.rdma
+    on_nodes = mooncake.is_managed(service) and rdma is not None and rdma.host_network
+    out = policies.network_policies(service, defaults, on_nodes=on_nodes) + policies.disruption_budgets(service, parts)
     if defaults.issuer is not None:
         out.append(credentials.config_map(service, defaults.issuer, required=True))
     if service.spec.model.adapters:

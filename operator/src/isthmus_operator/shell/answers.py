@@ -4,12 +4,16 @@ Whoever may write objects of a watched kind decides how large they are, and of w
 NetworkPolicy are 30 MB as dictionaries, and a page of a list is read at once, after each start anew. So one large
 answer is read at a time, of a list one object after the other as they come, and what is heavier than all that is made
 for a service is cut down to what says whose it is.
+
+Nor may an answer end the operator: what is no JSON object, such as a proxy's page, is a failed connection, and a watch
+that tells of an error begins anew with a list.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 from array import array
 from collections.abc import AsyncIterator
@@ -44,8 +48,12 @@ _OTHERS = bytes(one for one in range(256) if one not in b"{[}]")
 """Marks as steps in depth, without all else."""
 _ITEMS = re.compile(rb'(?<!\\)"items"\s*:\s*\[\Z')
 _KIND = re.compile(rb'"kind"\s*:\s*"([A-Za-z]*?)(?:List)?"')
+_FORGOTTEN = json.dumps({"type": "ERROR", "object": {"kind": "Status", "code": 410}}).encode()
+"""What makes kopf list anew, after a pause; of other errors it ends."""
+_TOO_OLD = re.compile(rb'"code"\s*:\s*410\b')
 
 Object = dict[str, Any]
+_log = logging.getLogger(__name__)
 
 
 class Reader:
@@ -55,8 +63,17 @@ class Reader:
         self._turn = asyncio.Lock()
 
     async def read(self, content: aiohttp.StreamReader) -> Any:
-        """The decoded body; ValueError where it is not JSON. Of a large one the rest waits in the socket while another
-        is read. Its length is not known before: the API server tells that of few answers."""
+        """The decoded body; aiohttp.ClientPayloadError where it is no JSON object. Of a large one the rest waits in the
+        socket while another is read. Its length is not known before: the API server tells that of few answers."""
+        try:
+            body = await self._read(content)
+        except ValueError as error:
+            raise aiohttp.ClientPayloadError(f"what came is not JSON: {error}") from error
+        if not isinstance(body, dict):
+            raise aiohttp.ClientPayloadError(f"what came is no JSON object: {str(body)[:80]}")
+        return body
+
+    async def _read(self, content: aiohttp.StreamReader) -> Any:
         begin = bytearray()
         async for part in content.iter_any():
             begin += part
@@ -107,12 +124,19 @@ class _Lines:
                 yield told(bytes(rest + line)) + b"\n"
                 rest.clear()
             rest += last
-        if rest:
-            yield told(bytes(rest))
+        # The API server ends each event by a newline: what is left was cut off, and is told again.
 
 
 def told(line: bytes) -> bytes:
-    """An event of a watch, with its object cut where it is heavy."""
+    """An event of a watch, with its object cut where it is heavy. One that tells of an error, or is none, becomes one
+    that has the watch begin anew."""
+    begin = line[:32].translate(None, b" \t\r")
+    if not begin:
+        return line
+    if begin.startswith(b'{"type":"ERROR"') or not begin.startswith(b'{"type":"'):
+        if not _TOO_OLD.search(line):
+            _log.warning("a watch tells of no change, and begins anew: %s", line[:300].decode(errors="replace"))
+        return _FORGOTTEN
     weighs = weight(line)
     if weighs <= HEAVY:
         return line

@@ -136,6 +136,13 @@ class Api:
         """One object, or a list of them."""
         return await self.request("GET", path, query)
 
+    async def page(self, path: str, **query: str) -> dict[str, Any]:
+        """A page of a list; ApiError where the answer is none."""
+        found = await self.get(path, **query)
+        if not isinstance(found.get("items"), list) or not isinstance(found.get("metadata"), dict):
+            raise ApiError(0, f"GET {path}: not a list, but {str(found)[:200]}")
+        return found
+
     async def find(self, path: str) -> dict[str, Any] | None:
         """One object, or None if it does not exist."""
         try:
@@ -162,7 +169,7 @@ class Api:
 
     async def named(self, api_version: str, kind: str, namespace: str, name: str) -> dict[str, Any] | None:
         """One object by its name, with only the right to list; None if it does not exist."""
-        page = await self.get(path_of(api_version, kind, namespace), fieldSelector=f"metadata.name={name}")
+        page = await self.page(path_of(api_version, kind, namespace), fieldSelector=f"metadata.name={name}")
         # Items of a list do not name their own kind.
         found: list[dict[str, Any]] = [{"apiVersion": api_version, "kind": kind, **item} for item in page["items"]]
         return found[0] if found else None

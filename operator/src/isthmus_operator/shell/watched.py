@@ -67,7 +67,7 @@ async def _list(api: Api, kind: Kind, namespace: str, cache: Cache, pause: float
     query = kind.page(PAGE)
     present: set[str] = set()
     while True:
-        page = await api.get(kind.path(namespace), **query)
+        page = await api.page(kind.path(namespace), **query)
         name = page["kind"].removesuffix("List")
         for item in page["items"]:
             present.add(item["metadata"]["uid"])

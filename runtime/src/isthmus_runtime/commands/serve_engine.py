@@ -119,6 +119,8 @@ async def _serve_http(
     meters = EngineMeters(CollectorRegistry(), model_name)
     meters.engine.set_cache_config(block_size=str(facts.kv.block_size), num_gpu_blocks=str(facts.kv.physical_blocks))
     memory = _memory(config, running, meters)
+    if tokenizer is not None:
+        tokenizer.long_texts.room = memory.room_elsewhere
 
     def info() -> EngineInfo:
         return engine_info(

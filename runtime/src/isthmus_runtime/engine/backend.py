@@ -143,7 +143,7 @@ class EngineBackend(Backend):
         if client:
             request = replace(request, client=client)
         self._check(request)
-        inbox = self._claim(call.attempt)
+        inbox = self._claim(call.attempt, whose=request.whose)
         trace = self._trace(call.attempt, request)
         ended = False
         try:

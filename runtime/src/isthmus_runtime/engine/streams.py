@@ -108,7 +108,10 @@ class Streams:
         self._looking = False
         # A sum over all: nothing that could drift is kept.
         excess = sum(inbox.unread for inbox in self._inboxes.values()) - self._most
-        held = (Held(inbox.whose, inbox.unread, sid) for sid, inbox in self._inboxes.items() if not inbox.given_up)
+        # Of whom nothing is known is a client for each: what others do is not theirs.
+        held = (
+            Held(inbox.whose or sid, inbox.unread, sid) for sid, inbox in self._inboxes.items() if not inbox.given_up
+        )
         for one in who_gives_way(held, excess):
             error = Cancelled(
                 f"the client reads too slowly: {one.size} numbers (tokens and log-probabilities) of this answer were "

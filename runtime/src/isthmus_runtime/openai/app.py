@@ -198,7 +198,8 @@ class _Api:
         self._ranker = Ranker(self._planner, self._vectors, tokenizer, lambda: backend.task, config.request_timeout_s)
         self._tokenizer = tokenizer
         self._keys = Keys(config.api_key, config.tenants, clock)
-        planning = Planning(memory, tokenizer.part, lambda: tokenizer.at_once(backend.max_model_len))
+        planning = Planning(memory)
+        tokenizer.long_texts.room = memory.room_elsewhere
         self._requests = Lifecycle(
             self._keys,
             config.tenants,

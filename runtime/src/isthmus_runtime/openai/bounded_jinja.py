@@ -129,8 +129,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     @staticmethod
     def concat(parts: Iterable[str]) -> str:
         """Of jinja2: how the pieces of the output, and of a macro's, become one text."""
-        found = list(paid.counted(parts))
-        paid.BUDGET.get().make(sum(map(len, found)))
+        budget, found, size = paid.BUDGET.get(), list[str](), 0
+        for part in paid.counted(parts):
+            found.append(part)
+            size += paid.size_of(part)
+            if size > budget.most:
+                break  # it is too much already
+        budget.make(max(size, paid.size_of(*found)))
         return "".join(found)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
@@ -168,11 +173,15 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         budget.step()
         if operator == "+":
             if isinstance(left, (str, list, tuple)) and isinstance(right, (str, list, tuple)):
-                budget.make((len(left) + len(right)) * (1 if isinstance(left, str) else paid.ELEMENT))
+                if isinstance(left, str) and isinstance(right, str):
+                    budget.make(paid.size_of(left, right))
+                else:
+                    budget.make(paid.ELEMENT * (len(left) + len(right)))
         elif operator == "*":
             for one, times in ((left, right), (right, left)):
                 if isinstance(one, (str, list, tuple)) and isinstance(times, int):
-                    budget.make(len(one) * max(times, 0) * (1 if isinstance(one, str) else paid.ELEMENT))
+                    size = paid.size_of(one) if isinstance(one, str) else paid.ELEMENT * len(one)
+                    budget.make(size * max(times, 0))
         elif operator == "%" and isinstance(left, str):
             paid.checked_format(left, right)
             return paid.made(super().call_binop(context, operator, left, right))

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from ..sharing.threads_in_turns import go_on
 from .pieces import byte_level_alphabet
 
 _PUNCTUATION = ".,;:!?。、，；：！？"
@@ -20,7 +22,10 @@ _NFC_SHRINKS = 9
 """Most bytes that become one byte of NFC: a singleton takes up to 3 for each, and composition again 3 (UTF-8)."""
 
 _NFC_GROWS = 3
-"""Most bytes of NFC that one byte becomes (UTF-8; UAX 15): some characters are excluded from composition."""
+"""Most bytes of NFC that one byte becomes, and characters one character (UTF-8 and UTF-32; UAX 15): some characters
+are excluded from composition."""
+_COUNTED = 1 << 13
+"""Characters that are normalised at a time to be counted: the library takes 400 bytes for one that becomes three."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,30 @@ class TokenBound:
         if self.composes and not text.isascii() and not unicodedata.is_normalized("NFC", text):
             size //= _NFC_SHRINKS
         return -(-size // self.longest)
+
+
+class Letters:
+    """How many characters a text counts as while it is tokenised: those that it has, or has once it is normalised where
+    these are more."""
+
+    def __init__(self, tokenizer: Mapping[str, Any], normalise: Callable[[str], str] | None) -> None:
+        """Of a tokenizer.json. `normalise`: its normalizer, where it has one."""
+        steps = _parts(tokenizer.get("normalizer"), "normalizers")
+        if steps and all(step.get("type") == "NFC" for step in steps):
+            normalise = partial(unicodedata.normalize, "NFC")
+        self._normalise = normalise
+        self._ascii_stays = all(map(_leaves_ascii, steps))
+
+    def __call__(self, text: str) -> int:
+        """Of a text."""
+        if self._normalise is None or (self._ascii_stays and text.isascii()):
+            return len(text)
+        found = 0
+        for start in range(0, len(text), _COUNTED):
+            go_on()
+            part = text[start : start + _COUNTED]
+            found += max(len(part), len(self._normalise(part)))
+        return found
 
 
 def token_bound(tokenizer: Mapping[str, Any]) -> TokenBound | None:
@@ -100,6 +129,14 @@ def _keeps_length(step: Mapping[str, Any]) -> bool:
         pattern = (step.get("pattern") or {}).get("String")
         return isinstance(pattern, str) and len(step.get("content", "").encode()) >= len(pattern.encode())
     return step.get("type") in ("NFC", "Prepend")
+
+
+def _leaves_ascii(step: Mapping[str, Any]) -> bool:
+    """Whether a normalizer makes a text of ASCII no longer, but for a few characters before all of it."""
+    if step.get("type") == "Replace":
+        pattern = (step.get("pattern") or {}).get("String")
+        return isinstance(pattern, str) and len(step.get("content", "")) <= len(pattern)
+    return step.get("type") in ("NFC", "NFD", "NFKC", "NFKD", "Prepend", "Lowercase")
 
 
 def may_cut(added_tokens: Sequence[Mapping[str, Any]]) -> bool:

@@ -11,12 +11,13 @@ import jinja2
 
 from ..errors import ConfigError, InvalidRequest, RequestError
 from .bounded_jinja import BoundedEnvironment
-from .paid_operations import Budget, TemplateTooCostly, as_text, paying_from
+from .paid_operations import Budget, TemplateTooCostly, as_text, paying_from, size_of
 
 MOST_STEPS = 1_000_000
 """Of rendering one prompt: about a second."""
-MOST_CHARACTERS = 1 << 26
-"""Made while rendering one prompt, beside 32 for each character that went in."""
+MOST_MADE, MOST_OF_A_TEXT, _FOR_EACH = 1 << 26, 1 << 20, 32
+"""Bytes of texts made while rendering one prompt, and of one of them, and so many more for each byte that went in. For
+a short body no memory is set aside, and of all texts but one most are gone when the last is made."""
 SOME_STEPS = 20_000
 """What may be done on the event loop; beyond it, rendering starts anew in a thread."""
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
@@ -79,7 +80,8 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"chat_template_kwargs: {name} has a parameter of its own; give it there", param="chat_template_kwargs"
             )
-        budget = Budget(steps, MOST_CHARACTERS + 32 * _size(conversation))
+        more = _FOR_EACH * _size(conversation)
+        budget = Budget(steps, MOST_MADE + more, MOST_OF_A_TEXT + more)
         try:
             with paying_from(budget):
                 return self._template.render(
@@ -97,7 +99,8 @@ class ChatTemplate:
             why = str(e) if isinstance(e, TemplateTooCostly) else "it needs too much memory"
             raise TooCostly(
                 f"messages: the model's chat template was stopped, since {why} "
-                f"(limits: {steps} steps, {MOST_CHARACTERS} characters); shorten the conversation",
+                f"(limits: {steps} steps, {MOST_MADE} bytes of text, {MOST_OF_A_TEXT} of one); "
+                "shorten the conversation",
                 param="messages",
             ) from e
         except RequestError:
@@ -111,5 +114,16 @@ class TooCostly(InvalidRequest):
 
 
 def _size(conversation: Conversation) -> int:
-    """Characters of it, roughly: what is nested is small beside the texts."""
-    return sum(len(v) for m in conversation.messages for v in m.values() if isinstance(v, str))
+    """Bytes of its texts, and one for each other value."""
+    found, left = 0, [conversation.messages, conversation.tools, conversation.kwargs]
+    while left:
+        value: Any = left.pop()
+        if isinstance(value, str):
+            found += size_of(value)
+        elif isinstance(value, Mapping):
+            left += (*value, *value.values())
+        elif isinstance(value, (list, tuple)):
+            left += value
+        else:
+            found += 1
+    return found

@@ -17,9 +17,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as HfTokenizer
 
-from ..sharing.at_once import may_take
 from ..sharing.threads_in_turns import go_on
-from .bounds import cut
 
 _BARS = re.compile(r"<[|｜].*[|｜]>")
 _OWN = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"})
@@ -96,11 +94,11 @@ class ControlTokens:
         """Make now what the first text with a control token in it needs. It takes a second or more, in which hardly any
         other thread runs."""
         if self.strings:
-            self._tokenizer()
+            self.copy()
 
     def found_in(self, value: Any, *, own: bool = False) -> bool:
-        """Whether a text of `value` (nested lists and objects) holds a control token, or ends with the beginning of one
-        that what follows might complete. `own`: not those that models write themselves."""
+        """Whether a text of `value` (nested lists and objects) may hold a control token, or ends with the beginning of
+        one that what follows might complete. `own`: not those that models write themselves."""
         if isinstance(value, str):
             return self._found(value, own)
         if isinstance(value, Mapping):
@@ -118,9 +116,9 @@ class ControlTokens:
             }
         return [self.marked(v, marks, own=own) for v in value] if isinstance(value, (list, tuple)) else value
 
-    def encode(self, rendered: str, marks: Marks, *, cuts: bool) -> list[int]:
-        """Ids of a rendered prompt with marks, in which control tokens without marks are the template's. `cuts`: of
-        this tokenizer `bounds.may_cut` holds, and of the words; it is tokenised in parts."""
+    def named(self, rendered: str, marks: Marks) -> str:
+        """A rendered prompt with marks, in which control tokens without marks are the template's, as `copy` is to
+        tokenise it."""
         assert self._find is not None
         names = self._names
 
@@ -132,19 +130,26 @@ class ControlTokens:
             f"{marks.begin}(?:{self._find.pattern}){marks.end}|{marks.begin}|{marks.end}|{self._find.pattern}"
         )
         across = self._longest + len(marks.begin) + len(marks.end)
-        text, tokenizer, ids = _replaced(both, written, rendered, across), self._tokenizer(), list[int]()
-        for part in cut(text, _PART) if cuts else (text,):  # a secret name is a word
-            go_on()
-            may_take(len(part))
-            # Unlike `encode`, the batch form lets other threads run.
-            ids += tokenizer.encode_batch_fast([part], add_special_tokens=False)[0].ids
-        return ids
+        return _replaced(both, written, rendered, across)
+
+    def copy(self) -> HfTokenizer:
+        """The tokenizer that knows control tokens by their secret names, and nothing else of them."""
+        with self._lock:
+            if self._copy is None:
+                self._copy = HfTokenizer.from_str(self.serialised_copy())
+            return self._copy
+
+    def serialised_copy(self) -> str:
+        """The tokenizer.json of `copy`."""
+        return json.dumps(self._renamed(json.loads(self._serialised())))
 
     def _found(self, text: str, own: bool) -> bool:
         return (
             self._holds(text, own)
             or self._open_end(text) > 0
-            or (self._normalise is not None and self._holds(self._normalise(text), own))
+            # To normalise takes hundreds of bytes for a character, and lets no other thread run. For a long text it is
+            # not done: where nothing is marked, the tokens are the same.
+            or (self._normalise is not None and (len(text) > _PART or self._holds(self._normalise(text), own)))
         )
 
     def _holds(self, text: str, own: bool) -> bool:
@@ -172,12 +177,6 @@ class ControlTokens:
             return match[0] if own and match[0] in _OWN else f"{marks.begin}{match[0]}{marks.end}"
 
         return _replaced(self._find, marked, text, self._longest)
-
-    def _tokenizer(self) -> HfTokenizer:
-        with self._lock:
-            if self._copy is None:
-                self._copy = HfTokenizer.from_str(json.dumps(self._renamed(json.loads(self._serialised()))))
-            return self._copy
 
     def _renamed(self, tokenizer: dict[str, Any]) -> dict[str, Any]:
         """A tokenizer.json whose control tokens have their secret names, in every place: the ids stay."""

@@ -98,27 +98,25 @@ class Runs:
         ]
         self._most_times = sum(again.values())
 
-    def longest_slow(self, text: str) -> int:
-        """Length of the longest run of a text that takes too long; 0: it does not. At most half of a run is not seen
-        where it lies on a boundary of the parts that are looked at."""
+    def are_slow(self, text: str) -> bool:
+        """Whether a text has so long ones. At most half of a run is not seen where it lies on a boundary of the parts
+        that are looked at."""
         if len(text) ** 2 * self._most_times <= _MOST_OF_RUNS:
-            return 0
-        spent = longest = 0
+            return False
+        spent = 0
         for start in range(0, len(text), _LOOKED_AT):
             go_on()
             part = text[start : start + _LOOKED_AT]
             for sampled, whole, times in self._kinds:
-                if not _lengths(sampled, part[::_STRIDE]):
-                    continue
-                for length in _lengths(whole, part):
-                    spent, longest = spent + times * length**2, max(longest, length)
-        return longest if spent > _MOST_OF_RUNS else 0
+                if _lengths(sampled, part[::_STRIDE]):
+                    spent += sum(times * length**2 for length in _lengths(whole, part))
+        return spent > _MOST_OF_RUNS
 
 
 _SHORT_RUN = 512
-"""Runs that are shorter are not counted: they are 2^32 steps of 4 Mi characters, at four for each."""
-_MOST_OF_RUNS = 1 << 31
-"""Twice the steps: 9 s where one takes 9 ns, as for ASCII; other letters take up to five times that."""
+"""Runs that are shorter are not counted."""
+_MOST_OF_RUNS = 1 << 26
+"""Twice the steps: 0.3 s where one takes 9 ns, as for ASCII; other letters take up to five times that."""
 _STRIDE = 16
 """Whether there is a run at all is seen from one letter in so many."""
 _LOOKED_AT = 1 << 16

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import sys
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, Sized, ValuesView
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -38,7 +39,7 @@ _SCAN = 4096
 _SLOW_SCAN = 4
 """The same where Python or a regular expression does, for each of them or each word."""
 ELEMENT, _NEW_ELEMENT = 8, 64
-"""Characters as which an element of a list counts, by the bytes it takes, and one that is made with it."""
+"""Bytes that an element of a list takes, and one that is made with it."""
 _LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 _MOST_NESTED = 256
 """Of values: what goes through them in C takes its stack for each level."""
@@ -54,13 +55,15 @@ class TemplateTooCostly(Exception):
 class Budget:
     """What one rendering may still use."""
 
-    __slots__ = ("characters", "depth", "steps")
+    __slots__ = ("depth", "left", "most", "steps")
 
-    def __init__(self, steps: int, characters: int) -> None:
+    def __init__(self, steps: int, left: int, most: int | None = None) -> None:
         self.steps = steps
         """Operations; each looks at no more than 4096 characters."""
-        self.characters = characters
-        """Characters of text, and elements of lists, that may be made."""
+        self.left = left
+        """Bytes of texts and lists that may be made."""
+        self.most = left if most is None else most
+        """Of one text or list. What was made before it is mostly gone by then."""
         self.depth = 0
         """Calls within calls."""
 
@@ -71,17 +74,17 @@ class Budget:
             raise TemplateTooCostly("it takes too many steps")
 
     def make(self, size: int) -> None:
-        """Pay for text or a list of `size`. Raises TemplateTooCostly."""
-        self.characters -= size
-        if self.characters < 0:
+        """Pay for a text or a list of `size` bytes. Raises TemplateTooCostly."""
+        self.left -= size
+        if self.left < 0 or size > self.most:
             raise TemplateTooCostly("it makes too much text")
 
     def look(self, value: object, depth: int = 0) -> int:
         """Pay for going through `value`, nested as it may be: one object met twice is paid for twice. Returns how many
-        characters its texts have together. Raises TemplateTooCostly."""
+        bytes its texts take together. Raises TemplateTooCostly."""
         if isinstance(value, str):
             self.step(1 + len(value) // _SCAN)
-            return len(value)
+            return size_of(value)
         if isinstance(value, Namespace):
             value = object.__getattribute__(value, "_Namespace__attrs")
         if isinstance(value, Mapping):
@@ -99,10 +102,19 @@ _NESTING = (list, tuple, KeysView, ValuesView, ItemsView)
 BUDGET: ContextVar[Budget] = ContextVar("_BUDGET")
 
 
+def size_of(*texts: str) -> int:
+    """Bytes that they take as one text: a wide character makes all others as wide."""
+    return sum(map(len, texts)) * max(map(_width, texts), default=1)
+
+
+def _width(text: str) -> int:
+    return 1 if text.isascii() else min(4, sys.getsizeof(text) // (len(text) + 1))
+
+
 def made(value: Any) -> Any:
     """`value`, paid for."""
     if isinstance(value, str):
-        BUDGET.get().make(len(value))
+        BUDGET.get().make(size_of(value))
     elif isinstance(value, (list, tuple, dict)):
         BUDGET.get().make(ELEMENT * len(value))
     return value
@@ -112,7 +124,7 @@ def cut(text: str, pieces: int) -> None:
     """Pay for a list of parts of a text, before it is made."""
     budget = BUDGET.get()
     budget.step(pieces // _SLOW_SCAN)
-    budget.make(len(text) + _NEW_ELEMENT * pieces)
+    budget.make(size_of(text) + _NEW_ELEMENT * pieces)
 
 
 def _words(text: str) -> int:
@@ -170,14 +182,14 @@ def as_text(value: Any) -> str:
     budget = BUDGET.get()
     budget.make(budget.look(value))
     text = str(value)
-    budget.make(len(text))
+    budget.make(size_of(text))
     return text
 
 
 def concatenate(values: Iterable[Any]) -> str:
     """The operator `~`."""
     parts = [as_text(v) for v in values]
-    BUDGET.get().make(sum(map(len, parts)))
+    BUDGET.get().make(size_of(*parts))
     return "".join(parts)
 
 
@@ -186,14 +198,14 @@ def replace(text: str, old: str, new: str, count: int = -1) -> str:
     budget = BUDGET.get()
     budget.look(text)
     found = text.count(old) if count is None or count < 0 else min(count, text.count(old))
-    budget.make(len(text) + found * len(new))
+    budget.make((len(text) + found * len(new)) * max(_width(text), _width(new)))
     return text.replace(old, new, found)
 
 
 def join(values: Iterable[Any], separator: str = "") -> str:
     """The filter, and with its arguments changed round the method."""
     parts = [as_text(v) for v in counted(values)]
-    BUDGET.get().make(sum(map(len, parts)) + len(separator) * len(parts))
+    BUDGET.get().make(size_of(*parts) + size_of(separator, *parts[:1]) * len(parts))
     return separator.join(parts)
 
 
@@ -227,12 +239,44 @@ def tojson(
 ) -> str:
     """The filter. Jinja2's own escapes HTML, which no model was trained on."""
     budget = BUDGET.get()
-    budget.make(budget.look(value))
+    budget.look(value)
     for width in (indent, *(separators or ())):
         _checked_width(width)
-    return str(
-        made(json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys))
-    )
+    size = _Written(indent, separators, ensure_ascii=ensure_ascii)
+    characters = size.of(value)
+    budget.make(characters * size.width + (0 if indent is None else _NEW_ELEMENT * size.elements))
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class _Written:
+    """How long a value is as JSON, at the most: indented, each value within many others has a long line."""
+
+    def __init__(self, indent: int | str | None, separators: tuple[str, str] | None, *, ensure_ascii: bool) -> None:
+        self.elements = 0
+        """Of lists and objects, so far."""
+        self.width = 1
+        """Bytes of a character."""
+        self._indent = -1 if indent is None else len(indent) if isinstance(indent, str) else max(indent, 0)
+        self._between, self._after_key = map(len, separators or (", ", ": "))
+        self._text = json.JSONEncoder(ensure_ascii=ensure_ascii).encode
+
+    def of(self, value: Any, depth: int = 1) -> int:
+        """Characters of a value that has been looked at."""
+        if isinstance(value, str):
+            written = self._text(value)
+            self.width = max(self.width, _width(written))
+            return len(written)
+        if isinstance(value, int):
+            return 5 + value.bit_length() // 3
+        if not isinstance(value, (Mapping, list, tuple)):
+            return 32  # null, and numbers with a point; others are refused when they are written
+        self.elements += len(value)
+        line = self._between + (0 if self._indent < 0 else 1 + self._indent * depth)
+        found = 2 + line * (len(value) + 1)
+        if isinstance(value, Mapping):
+            found += self._after_key * len(value) + sum(2 + self.of(key, depth) for key in value)
+            value = value.values()
+        return found + sum(self.of(one, depth + 1) for one in value)
 
 
 _PASSED = (Context, Environment, nodes.EvalContext)
@@ -248,7 +292,7 @@ def _through(name: str, text: str) -> None:
     elif name == "indent":
         cut(text, lines(text))
     elif name in ("e", "escape"):
-        BUDGET.get().make(5 * sum(map(text.count, "&<>'\"")))
+        BUDGET.get().make((len(text) + 5 * sum(map(text.count, "&<>'\""))) * _width(text))
 
 
 def paying(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

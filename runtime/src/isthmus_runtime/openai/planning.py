@@ -7,17 +7,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from ..errors import InvalidRequest
 from ..serving.limits import BodyTooLarge
 from ..serving.memory import MemoryGuard
-from ..sharing.at_once import TakesMore, within
 from ..sharing.loop_share import LoopShare
 from ..sharing.reserve import Reserve, SetAside
 from ..sharing.threads_in_turns import MOST_HELD_S, ThreadsInTurns
 from ..sharing.turns import Turns
 from ..threads import processors
-from ..tokenising import LARGE, OF_A_LETTER
-from .tokenizer import MOST_WHOLE
+from ..tokenising import AT_ONCE, LARGE
 
 _MOST_COMPUTING = 64
 """Requests without an engine that wait for their turn."""
@@ -37,12 +34,8 @@ _M = TypeVar("_M")
 class Planning:
     """Of one process, in turns of clients. Belongs to its event loop."""
 
-    def __init__(self, memory: MemoryGuard, part: int = 0, at_once: Callable[[], int] = lambda: MOST_WHOLE) -> None:
-        """`part`: of `Tokenizer`. `at_once`: characters that it tokenises at a time, at present, where nothing cuts
-        them."""
+    def __init__(self, memory: MemoryGuard) -> None:
         self._memory = memory
-        self._part = part
-        self._at_once = at_once
         self._short = LoopShare()
         # What a thread has begun cannot be ended: generations have others than what no engine is asked for.
         # Large ones have threads of their own, of which one client has one: a megabyte of digits takes seconds, in one
@@ -85,32 +78,20 @@ class Planning:
             return await self._with_memory(self._computing_large, who, make, body)
 
     async def _with_memory(self, threads: ThreadsInTurns, who: str, make: Callable[[bytes], _M], body: bytes) -> _M:
-        """What `make` makes of a large body when there is memory for it: where texts can be cut, for honest ones, and
-        where what they have become takes more, for that."""
-        letters = min(len(body), self._at_once(), 2 * self._part or len(body))
-        while True:
-            part = await self._set_aside(who, body, letters)
-            made = await threads.do(who, partial(within, letters, make), body, part)
-            if not isinstance(made, TakesMore):
-                return made
-            assert made.letters > letters
-            letters = made.letters
-            if letters > self._at_once():
-                raise InvalidRequest(
-                    f"a text of {letters} characters without a place to cut it comes of the body, and "
-                    f"{self._at_once()} are tokenised at a time: send less, with spaces or lines in it"
-                )
+        """What `make` makes of a large body when there is memory for it."""
+        part = await self._set_aside(who, body)
+        return await threads.do(who, make, body, part)
 
-    async def _set_aside(self, who: str, body: bytes, letters: int) -> SetAside:
-        """Wait until what is made of a body may take is there, of which so many letters are tokenised at a time; to be
-        given back when it is over. BodyTooLarge: it will never be."""
+    async def _set_aside(self, who: str, body: bytes) -> SetAside:
+        """Wait until what is made of a body may take is there, to be given back when it is over. BodyTooLarge: it will
+        never be."""
         most = self._memory.room_on_the_way
         if most is not None and _OF_A_BYTE * len(body) > most:
             raise BodyTooLarge(
                 f"the body has {len(body)} bytes, and what is made of each may take {_OF_A_BYTE} on its way: the "
                 f"memory limit leaves room for {most // _OF_A_BYTE}; send less, or raise --memory-limit"
             )
-        takes, share = planning_takes(len(body), letters), _share(self._memory, 1)
+        takes, share = planning_takes(len(body)), _share(self._memory, 1)
         # One client has half of the small one, so that there is room for what another one has there.
         reserve = self._small if share is None or takes <= share // 2 else self._large
         part = await reserve.take(who, takes)
@@ -130,6 +111,6 @@ def _share(memory: MemoryGuard, quarters: int) -> int | None:
     return None if room is None else quarters * room // 4
 
 
-def planning_takes(size: int, letters: int) -> int:
-    """Bytes that planning a body of so many may take on its way, of which so many are tokenised at a time at most."""
-    return OF_A_LETTER * letters + _OF_A_BYTE * size
+def planning_takes(size: int) -> int:
+    """Bytes that planning a body of so many may take on its way."""
+    return AT_ONCE + _OF_A_BYTE * size

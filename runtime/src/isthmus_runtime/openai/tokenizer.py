@@ -16,12 +16,13 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from ..errors import ConfigError, InvalidRequest
 from ..request import SamplingOptions
-from ..sharing.at_once import may_take
 from ..sharing.threads_in_turns import go_on
-from .bounds import cut, growth, may_cut, token_bound
+from ..tokenising import AT_ONCE
+from .bounds import Letters, cut, growth, may_cut, token_bound
 from .chat import MOST_STEPS, SOME_STEPS, ChatTemplate, Conversation, NeedsThread, TooCostly
 from .control import ControlTokens, Marks
 from .expressions import Runs, expressions, is_steady
+from .long_texts import LongTexts
 from .model_files import read_model_files, token_text
 from .pieces import Pieces
 from .text_ends import set_ends
@@ -32,16 +33,13 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token
 _SHOWN = 200
 """Characters of expressions that an error shows."""
 
-_PART = 1 << 16
-"""Characters tokenised at a time: about a millisecond, after which other threads run."""
-MOST_WHOLE, _MOST_OF_AN_END = 1 << 20, 1 << 18
-"""Characters that are tokenised as a whole where nobody asks how many tokens they are, and where only the last tokens
-are wanted. Of digits each is a token, and takes 300 bytes meanwhile."""
-_MOST_UNCUT, _OF_A_TOKEN = 1 << 22, 8
-"""The same where all of a text is tokenised at once, at least for as many characters of a token that may be: a word of
-so many takes half a gigabyte, which only a model of a large context is worth."""
-_DIFFERENT = 256
-"""More tokens than a text has than its parts have together, for each cut: a few at either side of it differ."""
+_PART = 1 << 14
+"""Characters of the parts that a text is cut into."""
+_SOME = 1 << 12
+"""Characters that are tokenised here whatever they are: also on an event loop."""
+_HERE = AT_ONCE // 660
+"""Characters of a text as it is normalised, above which it is tokenised in a process of its own: each takes 230 to 660
+bytes meanwhile where none are merged."""
 
 
 class TooManyTokens(Exception):
@@ -111,20 +109,15 @@ class Tokenizer:
         self._words = Words(self._batch) if cuts_at_words(raw) else None
         self._runs = Runs(raw) if self._words is None else None
         self._cuts = self._words is not None and may_cut(raw.get("added_tokens") or ())
-        self.part = _PART if self._cuts else 0
-        """Characters that a text is cut at, as `bounds.cut` does; 0: it is not."""
+        self.long_texts = LongTexts()
         self._bound = token_bound(raw)
         self._growth = growth(raw)
         self._num_special = tokenizer.num_special_tokens_to_add(False)
         self._around = self._specials()
         self._template = ChatTemplate(chat_template, special, now) if chat_template is not None else None
-        normalizer = tokenizer.normalizer
-        self._control = ControlTokens(
-            tokenizer.to_str,
-            raw.get("added_tokens") or (),
-            chat_template or "",
-            normalizer.normalize_str if normalizer is not None else None,
-        )
+        normalise = None if tokenizer.normalizer is None else tokenizer.normalizer.normalize_str
+        self._letters = Letters(raw, normalise)
+        self._control = ControlTokens(tokenizer.to_str, raw.get("added_tokens") or (), chat_template or "", normalise)
         bos = special.get("bos_token")
         about = f"{plain}\0{config.get('add_bos_token')}\0{tokenizer.token_to_id(bos) if bos is not None else None}"
         if source != plain:
@@ -157,18 +150,15 @@ class Tokenizer:
     def encode(self, text: str, most: int | None = None) -> list[int]:
         """Ids of a completion prompt, with the tokens before and after it that the model wants.
 
-        Raises TooManyTokens when there are more than `most`, as soon as that is sure: often without tokenising.
+        Raises TooManyTokens when there are more than `most`, as soon as that is sure: often without tokenising. Where
+        nothing cuts a long text, as `LongTexts.encode`.
         """
         return self._ids(text, special=True, most=most)
 
     def encode_end(self, text: str, count: int) -> list[int]:
-        """The last `count` ids of `encode`. What is before them is not tokenised where the text can be cut. Raises
-        InvalidRequest for a text, or a part of one, that cannot be cut and is long."""
-        if len(text) > _PART:
-            ids = self._end(text, count, special=True)
-            if ids is not None:
-                return ids
-        return last(self.encode(text), count)
+        """The last `count` ids of `encode`. What is before them is not tokenised where the text can be cut. Raises as
+        `LongTexts.encode`."""
+        return self._end(text, count, special=True) if len(text) > _PART else last(self.encode(text), count)
 
     @cached_property
     def _ints(self) -> tuple[int, ...]:
@@ -242,16 +232,16 @@ class Tokenizer:
         if not guarded:
             if as_text and self.surely_fits(text, as_text, special=False):
                 return ChatPrompt(text, None)
-            ids = self._end(text, end, special=False) if end and len(text) > _PART else None
-            return ChatPrompt(text, self._ids(text, special=False, most=most)[-end:] if ids is None else ids)
+            if end and len(text) > _PART:
+                return ChatPrompt(text, self._end(text, end, special=False))
+            return ChatPrompt(text, self._ids(text, special=False, most=most)[-end:])
         plain = marks.without(text)
         self._check_bound(plain, most)
-        self._check_whole(plain, most, _MOST_OF_AN_END if end else _at_once(most))
-        return ChatPrompt(plain, _at_most(self._control.encode(text, marks, cuts=self._cuts), most)[-end:])
-
-    def at_once(self, most: int) -> int:
-        """Characters that may be tokenised at once where a prompt may have `most` tokens."""
-        return MOST_WHOLE if self._cuts else _at_once(most)
+        named = self._control.named(text, marks)
+        ids: list[int] = []
+        for part in cut(named, _PART) if self._cuts else (named,):  # a secret name is a word
+            ids += self._at_once(part, _room(most, ids), by=self._control.copy, read=self._control.serialised_copy)
+        return ChatPrompt(plain, _at_most(ids, most)[-end:])
 
     def _has_control(self, conversation: Conversation) -> bool:
         found = self._control.found_in
@@ -317,32 +307,6 @@ class Tokenizer:
         if most is not None and bound is not None and (surely := bound.least(text)) > most:
             raise TooManyTokens(f"{surely} tokens or more")
 
-    def _check_whole(self, text: str, most: int | None, longest: int | None = None) -> None:
-        """Raise for a text that cannot be tokenised in parts if it is longer than `longest` (one word, or all tokens at
-        once, may take gigabytes), or surely has more than `most` tokens, as its parts tell."""
-        longest = longest or MOST_WHOLE
-        if most is not None and not self._cuts:
-            longest = max(longest, _at_once(most))  # honest texts come whole as well
-        if len(text) > longest:
-            raise InvalidRequest(
-                f"the text, or a part of it without a place to cut it, has {len(text)} characters, and {longest} are "
-                "tokenised at a time: send less, with spaces or lines in it, or without truncate_prompt_tokens"
-            )
-        if self._runs is not None and (run := self._runs.longest_slow(text)):
-            raise InvalidRequest(
-                f"the text has {run} characters of one kind in a row, such as white space or letters, over which this "
-                "model's tokenizer takes very long: break up what is longer than some thousands of them"
-            )
-        if most is None or len(text) <= max(_PART, 2 * most):
-            return
-        count = 0
-        for start in range(0, len(text), _PART):
-            go_on()
-            (ids,) = self._batch([text[start : start + _PART]])
-            count += len(ids) - _DIFFERENT
-            if count > most:
-                raise TooManyTokens(f"{count} tokens or more")
-
     def _specials(self) -> tuple[list[int], list[int]] | None:
         """Ids that the post-processor adds before and after a text; None: that is not certain, or of no use."""
         if not self._num_special:
@@ -359,21 +323,16 @@ class Tokenizer:
         before, after = whole[:at], whole[at + len(bare) :]
         return (before, after) if [*before, *bare, *after] == whole and [*before, *after] == added else None
 
-    def _end(self, text: str, count: int, *, special: bool) -> list[int] | None:
-        """The last `count` ids of a long text, or all where it has fewer; None: it cannot be cut. Raises InvalidRequest
-        as `encode_end`."""
+    def _end(self, text: str, count: int, *, special: bool) -> list[int]:
+        """The last `count` ids of a long text, or all where it has fewer."""
         around = self._around if special else ([], [])
         if self._words is None or not self._cuts or around is None:
-            self._check_whole(text, None, _MOST_OF_AN_END)
-            return None
+            return last(self._at_once(text, special=special, end=count), count)
         before, after = around
         found = [after]
         left = count - len(after)
         for part in reversed(list(cut(text, _PART))):
-            go_on()
-            self._check_whole(part, None, _MOST_OF_AN_END)
-            may_take(len(part))
-            found.append(self._words.encode(part))
+            found.append(self._word_ids(part, end=max(0, left)))
             left -= len(found[-1])
             if left <= 0:
                 break
@@ -382,27 +341,55 @@ class Tokenizer:
         return last([one for ids in reversed(found) for one in ids], count)
 
     def _encoded(self, text: str, *, special: bool, most: int | None) -> list[int]:
-        go_on()
         around = self._around if special else ([], [])
-        if self._words is not None and around is not None:
-            before, after = around
-            if len(text) <= _PART:
-                ids = self._words.encode(text)
-                return [*before, *ids, *after] if special else ids
-            found = list(before)
-            for part in cut(text, _PART) if self._cuts else (text,):
-                go_on()
-                if most is not None and len(found) > most:
-                    raise TooManyTokens(f"{len(found)} tokens or more")
-                self._check_whole(part, None if most is None else most - len(found))
-                may_take(len(part))
-                found += self._words.encode(part)
-            return found + after
-        self._check_whole(text, most)
-        may_take(len(text))
-        # Unlike `encode`, the batch form lets other threads run: a long prompt must not stop the process.
-        whole: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
-        return whole
+        if self._words is None or around is None:
+            return self._at_once(text, most, special=special)
+        before, after = around
+        found = list(before)
+        for part in cut(text, _PART) if self._cuts else (text,):
+            found += self._word_ids(part, _room(most, found))
+        return found + after
+
+    def _word_ids(self, text: str, most: int | None = None, end: int = -1) -> list[int]:
+        assert self._words is not None
+        if self._is_short(text):
+            go_on()
+            return self._words.encode(text)
+        return self._at_once(text, most, end=end)
+
+    def _at_once(
+        self,
+        text: str,
+        most: int | None = None,
+        *,
+        special: bool = False,
+        end: int = -1,
+        by: Callable[[], HfTokenizer] | None = None,
+        read: Callable[[], str] | None = None,
+    ) -> list[int]:
+        """Ids of a text that is tokenised as a whole. TooManyTokens: more than `most`. `end`: only the last so many
+        need be there. `by`, `read`: another tokenizer than this one's, and its tokenizer.json."""
+        go_on()
+        if self._is_short(text):
+            tokenizer = self._tokenizer if by is None else by()
+            # Unlike `encode`, the batch form lets other threads run.
+            ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
+            return ids
+        count, found = self.long_texts.encode(read or self._serialised, text, special=special, most=most, last=end)
+        if most is not None and count > most:
+            raise TooManyTokens(f"{count} tokens or more")
+        return list(self.compact(found))
+
+    def _serialised(self) -> str:
+        return str(self._tokenizer.to_str())
+
+    def _is_short(self, text: str) -> bool:
+        """Whether tokenising it at once takes no more than AT_ONCE, and no expression long."""
+        if len(text) <= _SOME:
+            return True
+        if len(text) > _HERE or self._letters(text) > _HERE:
+            return False
+        return self._runs is None or not self._runs.are_slow(text)
 
     def _batch(self, texts: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
@@ -413,9 +400,11 @@ def last(ids: Sequence[int], count: int) -> list[int]:
     return list(ids[max(0, len(ids) - count) :])
 
 
-def _at_once(most: int | None) -> int:
-    """Characters of a text that are tokenised at once where it may have `most` tokens."""
-    return _MOST_UNCUT if most is None else min(_MOST_UNCUT, max(MOST_WHOLE, _OF_A_TOKEN * most))
+def _room(most: int | None, found: Sequence[int]) -> int | None:
+    """How many more there may be. TooManyTokens: those that were found are too many."""
+    if most is not None and len(found) > most:
+        raise TooManyTokens(f"{len(found)} tokens or more")
+    return None if most is None else most - len(found)
 
 
 def _at_most(ids: list[int], most: int | None) -> list[int]:

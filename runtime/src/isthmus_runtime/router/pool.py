@@ -235,6 +235,7 @@ class EnginePool:
             engine.failures = engine.failures + 1 if problem else 0
             if problem == _LATE and engine.routable and engine.silent_s < self._dead_after:
                 problem = ""  # a busy node answers late; a closed or refused connection would have said more
+            engine.has_served |= not problem
             if problem != engine.problem:
                 level = logging.WARNING if problem else logging.INFO
                 _log.log(level, "%s %s: %s", engine.role, engine.url, problem or "takes requests")
@@ -287,14 +288,28 @@ class EnginePool:
         engine.rates.add(at, info.transfer.epoch, info.load)
         if info.role != engine.role:
             return f"is a {info.role} engine, but is listed as {engine.role}"
-        if self._vocabulary and info.vocabulary not in ("", self._vocabulary):
-            return "its model has another tokenizer than this router's: ids would be other words there"
+        if problem := self._foreign(engine):
+            return problem
         if info.draining:
             return "draining"
         if not ready:
             return f"not ready: {text}"
         if not info.transfer.ready and engine.role == "prefill":
             return f"transfer not ready: {info.transfer.reason}"
+        return ""
+
+    def _foreign(self, engine: RemoteEngine) -> str:
+        """Why this router's ids are, or may be, other words there; empty: they are not, or that cannot be told. An
+        engine that does not tell (of an older version, or without a tokenizer in its model's folder) takes requests as
+        long as no other of its role that is listed, and has served, tells that it is the router's."""
+        own = self._vocabulary
+        if not own or engine.tells(own):
+            return ""
+        if engine.info is not None and engine.info.vocabulary:
+            return "its model has another tokenizer than this router's: ids would be other words there"
+        others = (one for one in self._engines.values() if one.listed and one.role == engine.role)
+        if any(one.has_served and one.tells(own) for one in others):
+            return "it does not tell which tokenizer its model has, and others tell that theirs is this router's"
         return ""
 
     # --------------------------------------------------------------------------------------------------- KV caches
@@ -339,9 +354,16 @@ class EnginePool:
             (e.endpoint() for e in generate),
             unified=self._unified,
         )
-        # Of those that are away for a while as well: "no such model" would be the last word to most clients.
-        listed = [e.info for e in self._engines.values() if e.listed and e.role != "prefill" and e.info is not None]
-        self.adapters = _adapters(listed) if listed else self.adapters
+        # Of those that are away for a while as well, where no other has one of that name: "no such model" would be the
+        # last word to most clients. What a name stands for, those decide that can answer.
+        here = [e.info for e in generate if e.info is not None]
+        away = [
+            e.info
+            for e in self._engines.values()
+            if e.listed and not e.routable and e.role != "prefill" and e.info is not None and not self._foreign(e)
+        ]
+        if here or away:
+            self.adapters = {**_adapters(away), **_adapters(here)}
         limits = [e.info.kv.max_model_len for e in generate if e.info is not None]
         self.max_model_len = min(limits, default=self.max_model_len)
         self.task = next((e.info.task for e in generate if e.info is not None), self.task)

@@ -81,6 +81,8 @@ class RemoteEngine:
         self.info: EngineInfo | None = None
         self.problem = "not asked yet"
         """Why it takes no requests; empty when it does."""
+        self.has_served = False
+        """It has taken requests, or could have."""
         self.listed = True
         """Whether name resolution still returns it."""
         self.failures = 0
@@ -113,6 +115,10 @@ class RemoteEngine:
     @property
     def routable(self) -> bool:
         return self.listed and not self.problem and self.info is not None
+
+    def tells(self, vocabulary: str) -> bool:
+        """Whether it has said that its model's tokenizer is the one of this digest."""
+        return self.info is not None and vocabulary in (self.info.vocabulary, self.info.tokenizer)
 
     def has_answered(self, number: int) -> bool:
         """Whether the probe of that number, counted from 1, has ended, or a later one."""

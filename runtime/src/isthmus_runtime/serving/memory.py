@@ -163,6 +163,19 @@ class MemoryGuard:
         """Bytes that may be taken, all together, by what is made of bodies while they are planned; None: any."""
         return None if self.room is None else self.room // 2
 
+    def room_elsewhere(self) -> int | None:
+        """Bytes that a process which works for this one may take now, one at a time; None: any. MemoryShort: they are
+        not there. From any thread."""
+        if self.room is None:
+            return None
+        size = self.room // 4
+        if self._last.limit - self._last.used < size:
+            raise MemoryShort(
+                f"memory: {self._cause()}, and {size // _MIB} MiB are needed beside it for a text of this length; try "
+                "again, or send less"
+            )
+        return size
+
     @property
     def excess(self) -> int:
         """Bytes that requests have beyond what makes it tight."""

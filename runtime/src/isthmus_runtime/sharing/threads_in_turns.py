@@ -7,8 +7,8 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 from ..errors import Cancelled, InvalidRequest, Overloaded, RequestError, unforeseen
@@ -33,11 +33,21 @@ _A = TypeVar("_A")
 _M = TypeVar("_M")
 
 
+class _Places(Protocol):
+    """What a task that may be paused has one of, asked on its thread."""
+
+    def leave(self, task: _Task) -> None:
+        """Others may have it."""
+
+    def wait(self, task: _Task) -> None:
+        """Until it has one again. Raises what it is to end with."""
+
+
 class _Task:
     """What a thread does for somebody, in one turn or several."""
 
-    def __init__(self, who: str, pause: Callable[[_Task], None] | None) -> None:
-        """`pause`: where it may be, waits on its thread for another turn."""
+    def __init__(self, who: str, places: _Places | None) -> None:
+        """`places`: where it may be paused."""
         self.who = who
         self.go = threading.Event()
         """It has its next turn, or is to end."""
@@ -49,7 +59,8 @@ class _Task:
         """It has been paused."""
         self.worked_s = 0.0
         """Of a processor, when it last looked."""
-        self._pause = pause
+        self._places = places
+        self._elsewhere_s = 0.0
         self._why: RequestError | None = None
         self._began = self._turn_ends = 0.0
 
@@ -62,15 +73,31 @@ class _Task:
         """Pause where its turn is over and others wait. Raises as `go_on`."""
         self.check()
         now = time.thread_time()
-        self.worked_s = now - self._began
+        self.worked_s = now - self._began + self._elsewhere_s
         if self.worked_s > MOST_WORK_S:
             raise InvalidRequest(
                 f"the request's texts take more than {MOST_WORK_S:g} s of a processor to be tokenised: send fewer or "
                 "shorter ones in a request"
             )
-        if now > self._turn_ends and others_wait and self._pause is not None:
-            self._pause(self)
-            self._turn_ends = now + TURN_S
+        if now > self._turn_ends and others_wait and self.leave():
+            self.back()
+
+    def leave(self) -> bool:
+        """Give its place to others, where it may be paused; whether it has."""
+        if self._places is not None:
+            self._places.leave(self)
+        return self._places is not None
+
+    def back(self) -> None:
+        """Wait for another turn. Raises as `check`."""
+        assert self._places is not None, "it has left"
+        self._places.wait(self)
+        self._turn_ends = time.thread_time() + TURN_S
+
+    def spent(self, seconds: float) -> None:
+        """Of a processor, by another process for this work."""
+        self._elsewhere_s += seconds
+        self.worked_s += seconds
 
     def check(self) -> None:
         """Raises what it is to end with."""
@@ -107,6 +134,31 @@ def go_on() -> None:
     begun and its client's have taken most; on a thread that works for nobody in turns, nothing."""
     if (task := _work.task) is not None:
         task.look(_work.others_wait(task.who))
+
+
+@contextmanager
+def away() -> Iterator[Callable[[], None]]:
+    """While this thread waits for another process: others have its place, which it waits for at the end. Yields what is
+    called now and then meanwhile: Cancelled and Overloaded as of `go_on`."""
+    task = _work.task
+    if task is None:
+        yield lambda: None
+        return
+    left = task.leave()
+    yield task.check
+    if left:
+        task.back()
+
+
+def whose() -> str:
+    """Whom this thread works for; empty where that is nobody."""
+    return "" if _work.task is None else _work.task.who
+
+
+def spent(seconds: float) -> None:
+    """Of a processor, by another process for what this thread works on."""
+    if _work.task is not None:
+        _work.task.spent(seconds)
 
 
 class Part(Protocol):
@@ -162,7 +214,7 @@ class ThreadsInTurns:
                 part.give_back()
             raise
         loop = asyncio.get_running_loop()
-        task = _Task(who, partial(self._pause, loop) if self._most_paused else None)
+        task = _Task(who, _PlacesOf(self, loop) if self._most_paused else None)
 
         def make_it() -> _M:
             _work.task, _work.others_wait = task, self._turns.others_wait
@@ -196,20 +248,16 @@ class ThreadsInTurns:
             task.end(Cancelled("nobody waits for this any more"))
             del work  # an error of it holds this frame, and would be held by it
 
-    def _pause(self, loop: asyncio.AbstractEventLoop, task: _Task) -> None:
-        """On the task's thread: until its next turn. Raises what `Turns.take` does."""
-        task.go.clear()
-        loop.call_soon_threadsafe(self._give_place, task)
-        while not task.go.wait(_LOOK_S):
-            if loop.is_closed():
-                raise Cancelled("the server has ended")
-        task.check()
-
-    def _give_place(self, task: _Task) -> None:
+    def give_place(self, task: _Task) -> None:
+        """Of a task that is paused, to others. On the event loop."""
         self._turns.give_back(task.who, again=task.long)
         task.has_turn = False
         task.long = True
         self._long.add(task)
+        self._make_way()
+
+    def take_place(self, task: _Task) -> None:
+        """Its next turn, or what it is to end with: `go` tells its thread. On the event loop."""
         task.again = again = asyncio.ensure_future(self._turns.take(task.who, again=True))
 
         def given(again: asyncio.Future[None]) -> None:
@@ -223,7 +271,6 @@ class ThreadsInTurns:
         again.add_done_callback(given)
         if task.ending:  # it left as it paused
             again.cancel()
-        self._make_way()
 
     def _make_way(self) -> None:
         going_on = [task for task in self._long if not task.ending]
@@ -242,6 +289,24 @@ class ThreadsInTurns:
         if may_end:
             longest = _longest(may_end, holding)
             longest.end(_too_long(len(holding), longest))
+
+
+class _PlacesOf:
+    """Those of threads, for a task of theirs."""
+
+    def __init__(self, threads: ThreadsInTurns, loop: asyncio.AbstractEventLoop) -> None:
+        self._threads, self._loop = threads, loop
+
+    def leave(self, task: _Task) -> None:
+        self._loop.call_soon_threadsafe(self._threads.give_place, task)
+
+    def wait(self, task: _Task) -> None:
+        task.go.clear()
+        self._loop.call_soon_threadsafe(self._threads.take_place, task)
+        while not task.go.wait(_LOOK_S):
+            if self._loop.is_closed():
+                raise Cancelled("the server has ended")
+        task.check()
 
 
 def _longest(may_end: Sequence[_Task], tasks: Sequence[_Task]) -> _Task:

@@ -9,7 +9,6 @@ is remembered where it is the grammar's doing; a process that did not get to run
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import logging
 import resource
@@ -17,16 +16,15 @@ import signal
 import sys
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
-from typing import ClassVar
 
 from ..errors import InvalidRequest, Overloaded
 from ..request import Structure
 from ..sharing.turns import Turns
+from .allocated import memory_in_use
 from .compiled import MAX_TEXT, check_size, memory_of
 from .grammars import Grammars
 
@@ -193,29 +191,6 @@ async def _answer(process: asyncio.subprocess.Process, structure: Structure) -> 
         return b""
 
 
-class _MallInfo(ctypes.Structure):
-    """glibc's `struct mallinfo2`."""
-
-    _fields_: ClassVar = [
-        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks")),
-        *((name, ctypes.c_size_t) for name in ("uordblks", "fordblks", "keepcost")),
-    ]
-
-
-def _memory_in_use() -> Callable[[], int]:
-    """What tells how many bytes are allocated, to the byte; on a system without glibc nothing does, and it is 0."""
-    told = getattr(ctypes.CDLL(None), "mallinfo2", None)
-    if told is None:
-        return lambda: 0
-    told.restype = _MallInfo
-
-    def used() -> int:
-        info = told()
-        return int(info.uordblks + info.hblkhd)
-
-    return used
-
-
 def _bound_memory() -> None:
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + _MAX_BYTES
@@ -227,7 +202,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     grammars = Grammars.load(sys.argv[1])
     most_s = float(sys.argv[2])
-    in_use = _memory_in_use()
+    in_use = memory_in_use()
     grammars.check(Structure("json_object", ""))  # what is made once is nobody's
     _bound_memory()
     out = sys.stdout.buffer

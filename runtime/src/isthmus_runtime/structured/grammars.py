@@ -18,6 +18,7 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from ..errors import ConfigError, Overloaded
 from ..request import Structure
+from .allocated import memory_in_use
 from .compiled import Compiled, check_size, memory_of, states_of
 from .guide import Guide, Place
 from .shares import Held, giving_way
@@ -31,6 +32,8 @@ _FIRST_STATES, _GROWTH = 2_000, 5
 counted characters does after some 100 tokens."""
 _MOST_MEMORY = 1 << 30
 """Bytes of all that an engine has at a time: requests may each have a grammar that nobody else has."""
+_ROOM = 8
+"""Where too much is counted, walks are weighed until this part of all is free: soon they have grown again."""
 _RELEASE_S = 2.0
 """Longest wait for the masks that those are at who give way."""
 
@@ -52,6 +55,7 @@ class Grammars:
         self._places: WeakSet[Place] = WeakSet()
         """Of the requests that have a lexer of their own."""
         self._executor: LLExecutor | None = None
+        self._in_use = memory_in_use()
         self.told: Callable[[], None] = lambda: None
         """Called, on any thread, when guides have released: requests that wait may have one of them (`Guide.lost`)."""
         try:
@@ -171,6 +175,10 @@ class Grammars:
                     compiled = Compiled(memory, states)
                     self._there.add(compiled)
                     return compiled
+            self._weigh(memory)
+            with self._lock:
+                if self._used() + memory <= _MOST_MEMORY:
+                    continue
                 ending = None if why else self._giving_way(memory, whose)
             if ending is None:
                 raise _crowded(used, memory, why or "no client has more of them")
@@ -179,11 +187,25 @@ class Grammars:
 
     def _grew(self) -> None:
         """A walk has grown: where all take too much, release what gives way."""
-        ending = list[Guide]()
         with self._lock:
-            if self._used() > _MOST_MEMORY and self._drop_unused(0) > _MOST_MEMORY:
-                ending = self._giving_way(0, "") or []
+            if self._used() <= _MOST_MEMORY or self._drop_unused(0) <= _MOST_MEMORY:
+                return
+        self._weigh(0)
+        with self._lock:
+            ending = [] if self._used() <= _MOST_MEMORY else self._giving_way(0, "") or []
         self._release(ending)
+
+    def _weigh(self, memory: int) -> None:
+        """Before anybody gives way for so many bytes: what walks take is counted by time, which may be too much."""
+        if not self._in_use():
+            return
+        with self._lock:
+            guides = sorted(self._guides, key=lambda guide: -guide.walk)
+        for guide in guides:
+            guide.weigh(self._in_use)
+            with self._lock:
+                if self._used() + memory <= _MOST_MEMORY - _MOST_MEMORY // _ROOM:
+                    return
 
     def _used(self) -> int:
         """Bytes of all that is there."""

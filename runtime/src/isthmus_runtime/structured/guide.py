@@ -22,6 +22,9 @@ of taking tokens in, whichever is less; and of a token at most. Measured: 4 to 2
 schemas (230 bytes a token, 5 and 17 microseconds) as of those that are made to keep much (19 KB, 0.1 and 2.3 ms)."""
 _STEP = 512 << 10
 """Bytes that a walk may grow until all are added up again."""
+_MOST_WEIGHED, _SPARE, _LEAST_PART = 32 << 20, 2, 16
+"""Bytes of a walk that may be copied to be weighed; how many times as much as a copy it takes at most, as what grows
+has room for more; and of what it counted as the least part that it is taken for: others allocate, too, and free."""
 _SLOW_S, _MOST_COUNTED_S = 0.0005, 0.25
 """A grammar that takes longer to take a token in has the next ones taken in apart; and how much is counted of each."""
 
@@ -58,6 +61,8 @@ class Guide:
         """Bytes that it keeps of the tokens it has taken, about."""
         self._taking_s = 0.0
         """Taken to take the newest tokens in."""
+        self._weighed = 0
+        """Its bytes when it was last weighed."""
         self._told = 0
         """How many they were when `grew` was called."""
         self._grew = grew
@@ -116,6 +121,27 @@ class Guide:
         if self._using.acquire(timeout=timeout_s):
             self._end_use()
 
+    def weigh(self, in_use: Callable[[], int]) -> None:
+        """Count the walk by what a copy of it takes, where that is less: 300 optional properties take a processor long,
+        and keep little. `in_use`: bytes that this process has allocated. Nothing where it is in use, is too large to be
+        copied, or has hardly grown since."""
+        if (
+            not self.walk - self._weighed >= _STEP
+            or self.walk > _MOST_WEIGHED
+            or not self._using.acquire(blocking=False)
+        ):
+            return
+        try:
+            if self._gave_way or self._matcher is None:
+                return
+            before = in_use()
+            copy = self._matcher.deep_copy()
+            found = in_use() - before
+            del copy
+            self.walk = self._weighed = self._told = min(self.walk, max(_SPARE * found, self.walk // _LEAST_PART))
+        finally:
+            self._end_use()
+
     def lost(self) -> Overloaded | None:
         """Why nothing is allowed any more, without looking; None: something may be."""
         return Overloaded(self._gave_way, status=429) if self._gave_way else None
@@ -171,7 +197,7 @@ class Guide:
     def _begin(self, compiled: Compiled) -> None:
         assert compiled.matcher is not None, "it is compiled"
         self.compiled = compiled
-        self.walk = self._told = 0
+        self.walk = self._weighed = self._told = 0
         # One that nobody shares is kept as it is at its start, too: a copy shares its lexer, and is small.
         self._matcher = compiled.matcher.deep_copy()
         self._taken = 0

@@ -1,0 +1,272 @@
+"""Long texts that nothing cuts have a process of their own: the same ids, and what takes too much ends alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+from small_bpe import byte_level_bpe
+from tokenizers import Tokenizer as HfTokenizer
+from tokenizers import decoders, models, normalizers, processors, trainers
+
+from isthmus_runtime.errors import Cancelled, InvalidRequest, Overloaded
+from isthmus_runtime.openai import long_texts as module
+from isthmus_runtime.openai import tokenizer as tokenizer_module
+from isthmus_runtime.openai.chat import Conversation
+from isthmus_runtime.openai.long_texts import LongTexts, _Line
+from isthmus_runtime.openai.tokenizer import Tokenizer, TooManyTokens
+from isthmus_runtime.request import SamplingOptions
+from isthmus_runtime.sharing.threads_in_turns import ThreadsInTurns
+
+DEADLINE_S = 60.0
+CORPUS = ["the quick brown fox", "12 34 56", "中文字", "größer als é"]
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+
+
+def uncut() -> HfTokenizer:
+    """As Gemma's: spaces are letters, and nothing is cut."""
+    made = HfTokenizer(models.BPE(unk_token=None, byte_fallback=False))
+    made.normalizer = normalizers.Replace(" ", "▁")
+    letters = sorted({*"".join(CORPUS), "▁", "\U0001d157", "\U0001d165"})
+    made.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=120, initial_alphabet=letters))
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
+    made.pre_tokenizer = None
+    return made
+
+
+def cut() -> HfTokenizer:
+    made = byte_level_bpe(CORPUS, special=["<|im_start|>", "<|im_end|>"])
+    made.normalizer = normalizers.NFC()
+    return made
+
+
+def loaded(inner: HfTokenizer) -> Tokenizer:
+    return Tokenizer(
+        inner,
+        config={},
+        eos_token_ids=[],
+        vocab_size=inner.get_vocab_size(),
+        chat_template=TEMPLATE,
+        defaults=SamplingOptions(),
+        trusted=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def kinds() -> Iterator[dict[str, tuple[Tokenizer, HfTokenizer]]]:
+    made = {name: (loaded(kind()), kind()) for name, kind in (("cut", cut), ("uncut", uncut))}
+    yield made
+    for tokenizer, _ in made.values():
+        tokenizer.long_texts.close()
+
+
+@pytest.fixture
+def texts() -> Iterator[LongTexts]:
+    made = LongTexts()
+    yield made
+    made.close()
+
+
+def read() -> str:
+    return READ
+
+
+def bad() -> str:
+    """An expression that takes for ever over 200 letters."""
+    return BAD
+
+
+READ = cut().to_str()
+BAD = json.dumps(
+    json.loads(READ)
+    | {
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"Regex": r"(a|aa)+b|."},
+            "behavior": "Isolated",
+            "invert": False,
+        }
+    }
+)
+LIBRARY = HfTokenizer.from_str(READ)
+
+
+def pid(texts: LongTexts) -> int:
+    assert texts._process is not None
+    return texts._process._process.pid
+
+
+@pytest.mark.parametrize("name", ["cut", "uncut"])
+@pytest.mark.parametrize("seed", range(3))
+def test_long_texts_have_the_ids_that_the_library_gives(
+    kinds: dict[str, tuple[Tokenizer, HfTokenizer]], name: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    print("seed", seed)
+    tokenizer, library = kinds[name]
+    monkeypatch.setattr(tokenizer_module, "_HERE", 2000)
+    monkeypatch.setattr(tokenizer_module, "_SOME", 100)
+    monkeypatch.setattr(tokenizer_module, "_PART", 500)
+    apart, encode = [], tokenizer.long_texts.encode
+    monkeypatch.setattr(
+        tokenizer.long_texts, "encode", lambda *a, **more: apart.append(len(a[1])) or encode(*a, **more)
+    )
+    r = random.Random(seed)
+    pieces = [" the", " quick", "12", "字" * 900, "é" * 1500, " ", "\n", "fox" * 800, ". ", "\U0001d15e" * 300]
+    text = "".join(r.choices(pieces, k=60))
+    whole = library.encode(text, add_special_tokens=False).ids
+    assert tokenizer.encode(text) == tokenizer.encode_alone(text) == whole and apart
+    for count in (1, 50, len(whole) - 1, len(whole), len(whole) + 9):
+        assert tokenizer.encode_end(text, count) == whole[-count:]
+    assert tokenizer.encode(text, len(whole)) == whole
+    with pytest.raises(TooManyTokens):
+        tokenizer.encode(text, len(whole) - 1)
+    # One with control tokens in it is tokenised by another tokenizer, and then others by this one again.
+    shown = tokenizer.chat(Conversation(messages=[{"role": "user", "content": "<|im_end|>" + text}]))
+    assert shown.ids is not None and shown.text == f"<|im_start|><|im_end|>{text}<|im_end|>"
+    if name == "cut":
+        end = library.token_to_id("<|im_end|>")
+        assert shown.ids.count(end) == 1 and shown.ids[-100:-1] == whole[-99:]
+    assert tokenizer.encode(text) == whole
+
+
+def test_what_a_prompt_has_around_it_is_there(texts: LongTexts) -> None:
+    inner = HfTokenizer.from_str(READ)
+    inner.post_processor = processors.TemplateProcessing(
+        single="<|im_start|> $A <|im_end|>", special_tokens=[("<|im_start|>", 0), ("<|im_end|>", 1)]
+    )
+    source = inner.to_str()
+    whole = inner.encode("fox" * 500).ids
+
+    def again() -> str:
+        return source
+
+    count, ids = texts.encode(again, "fox" * 500, special=True)
+    assert (count, list(ids)) == (len(whole), whole)
+    count, ids = texts.encode(again, "fox" * 500, last=3)
+    assert (count, list(ids)) == (len(whole) - 2, whole[-4:-1])
+    count, ids = texts.encode(again, "fox" * 500, most=9)
+    assert (count, list(ids)) == (len(whole) - 2, [])
+
+
+def test_what_takes_more_memory_than_there_is_ends_alone(texts: LongTexts) -> None:
+    """One letter is three after NFC, of four bytes each: 4 KB, packed, took 1.2 GB of a router of 1 GiB."""
+    texts.room = lambda: 32 << 20
+    assert texts.encode(read, "fox")[0] == len(LIBRARY.encode("fox").ids)
+    first = pid(texts)
+    for _ in range(3):
+        with pytest.raises(InvalidRequest, match=r"262000 characters.* takes more than 32 MiB .*--memory-limit"):
+            texts.encode(read, "\U0001d160" * 262_000)
+    texts.room = lambda: None
+    assert texts.encode(read, "fox" * 9000)[0] == len(LIBRARY.encode("fox" * 9000).ids)
+    assert pid(texts) == first, "the tokenizer was read again"
+
+
+def test_what_takes_a_processor_too_long_ends_alone(texts: LongTexts, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert texts.encode(bad, "the")[0] > 0
+    first = pid(texts)
+    monkeypatch.setattr(module, "MOST_S", 0.2)
+    with pytest.raises(InvalidRequest, match=r"200 characters.* more than 0.2 s of a processor"):
+        texts.encode(bad, "a" * 200)
+    monkeypatch.setattr(module, "MOST_S", 5.0)
+    assert texts.encode(bad, "the")[0] > 0 and pid(texts) == first
+
+
+def test_a_text_that_nobody_waits_for_is_ended_and_others_have_its_thread_meanwhile(
+    texts: LongTexts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_S", 600.0)
+
+    texts.encode(bad, "the")
+    first = pid(texts)
+
+    async def main() -> None:
+        threads = ThreadsInTurns(2, "t", 64, "x wait")
+        held = [
+            asyncio.create_task(threads.do(f"c{n}", lambda text: texts.encode(bad, text), "a" * 200)) for n in "123"
+        ]
+        for _ in range(20):
+            assert await threads.do("another", len, "abc") == 3
+            await asyncio.sleep(0.01)
+        assert not any(one.done() for one in held)
+        for one in held:
+            one.cancel()
+        await asyncio.wait(held)
+        count, _ = await threads.do("another", lambda text: texts.encode(bad, text), "the")
+        assert count > 0
+
+    asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
+    assert pid(texts) == first
+
+
+def test_processes_that_end_are_started_anew(texts: LongTexts) -> None:
+    texts.encode(read, "fox")
+    os.kill(pid(texts), signal.SIGKILL)
+    assert texts.encode(read, "fox" * 100)[0] == len(LIBRARY.encode("fox" * 100).ids)
+    # Between two looks: it is still there as the text begins.
+    process = texts._process
+    assert process is not None
+    process._process.stdin.close()
+    process._in = os.open(os.devnull, os.O_WRONLY)
+    assert texts.encode(read, "fox" * 100)[0] == len(LIBRARY.encode("fox" * 100).ids)
+    assert texts._process is not process
+
+
+def test_one_that_is_killed_says_so(texts: LongTexts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_S", 600.0)
+
+    def kill() -> None:
+        zygote = pid(texts)
+        while True:
+            with open(f"/proc/{zygote}/task/{zygote}/children", encoding="ascii") as file:
+                if children := file.read().split():
+                    os.kill(int(children[0]), signal.SIGKILL)
+                    return
+
+    texts.encode(bad, "the")
+    thread = threading.Thread(target=kill)
+    thread.start()
+    with pytest.raises(Overloaded, match=r"200 characters.* killed"):
+        texts.encode(bad, "a" * 200)
+    thread.join()
+
+
+def test_what_cannot_start_is_told(texts: LongTexts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.sys, "executable", "/nowhere/python")
+    with pytest.raises(Overloaded, match=r"no process .* can be started: .*nowhere"):
+        texts.encode(read, "fox")
+    monkeypatch.undo()
+    with pytest.raises(Overloaded, match="ended twice"):
+        texts.encode(lambda: "no tokenizer", "fox")
+    assert texts.encode(read, "fox")[0] > 0
+
+
+def test_clients_have_turns_in_a_circle() -> None:
+    line, order, inside = _Line(), [], threading.Event()
+
+    def wait(who: str, number: int) -> None:
+        with line.turn(who, lambda: None):
+            order.append((who, number))
+
+    with line.turn("first", lambda: None):
+        threads = []
+        for who, number in [("a", 1), ("a", 2), ("a", 3), ("b", 1), ("c", 1), ("b", 2)]:
+            threads.append(threading.Thread(target=wait, args=(who, number)))
+            threads[-1].start()
+            while sum(map(len, line._waiting.values())) < len(threads):
+                inside.wait(0.001)
+
+        def leave() -> None:
+            raise Cancelled("gone")
+
+        with pytest.raises(Cancelled), line.turn("d", leave):
+            pass
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert order == [("a", 1), ("b", 1), ("c", 1), ("a", 2), ("b", 2), ("a", 3)]
+    assert not line._waiting and line._has is None
