@@ -11,10 +11,11 @@ from scripted_cluster import ScriptedCluster
 
 from isthmus_operator.errors import ApiError
 from isthmus_operator.shell import handlers, operator, start
+from isthmus_operator.shell.cache import Cache
 from isthmus_operator.shell.client import connect
 from isthmus_operator.shell.leader import LeaseSettings
 from isthmus_operator.shell.operator import Operator, OperatorOptions
-from isthmus_operator.shell.watched import WATCHED
+from isthmus_operator.shell.watched import WATCHED, look
 
 KEY = ("ns", "svc")
 # No test here is about renewals that are late, as they are on a busy machine.
@@ -66,6 +67,27 @@ def play(folder: Path, test: Callable[[ScriptedCluster], Awaitable[None]]) -> No
         server = ScriptedCluster()
         await test(server)
         assert server.writes == [], "kopf is to write nothing"
+
+    asyncio.run(main())
+
+
+def test_a_start_waits_for_one_list_and_not_for_one_after_the_other(tmp_path: Path) -> None:
+    async def main() -> None:
+        server = ScriptedCluster()
+        for plural in ("pods", "deployments"):
+            server.put(plural, plural)
+        with server.running(tmp_path) as kubeconfig:
+            api = await connect(str(kubeconfig))
+            server.meeting = asyncio.Barrier(len(WATCHED))
+            known = Cache(lambda key: None, lambda key: None, lambda key: None)
+            try:
+                await look(api, ("ns",), known)
+                assert len(known.children(KEY)()) == 2
+                server.meeting, server.refuse = None, 403
+                with pytest.raises(ApiError, match="inferenceservices: HTTP 403"):
+                    await look(api, ("ns",), known)
+            finally:
+                await api.close()
 
     asyncio.run(main())
 

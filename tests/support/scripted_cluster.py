@@ -45,6 +45,7 @@ class ScriptedCluster:
     """Runs in a thread of its own, as kopf cancels what it does not know in its loop.
 
     refuse: the status of every answer, 0 for none, 200 for a page of HTML; forbidden: namespaces that may not be read;
+    meeting: lists that are answered together;
     writes: requests that were not reads, but for the lease's
     """
 
@@ -56,6 +57,7 @@ class ScriptedCluster:
         self.refuse: int | None = None
         self.forbidden: set[str] = set()
         self.too_old = 0
+        self.meeting: asyncio.Barrier | None = None
         self.lease: Object | None = None
         self._watches: dict[web.StreamResponse, tuple[str, web.Request]] = {}
         self._loop = asyncio.new_event_loop()
@@ -182,6 +184,8 @@ class ScriptedCluster:
 
     async def _list(self, request: web.Request, plural: str) -> web.StreamResponse:
         version, kind = next((v, kinds[plural]) for v, kinds in KINDS.items() if plural in kinds)
+        if self.meeting is not None:
+            await asyncio.wait_for(self.meeting.wait(), 10)
         start, size = int(request.query.get("continue") or 0), int(request.query.get("limit") or 10**6)
         items = [*self.objects[plural].values()]
         more = str(start + size) if start + size < len(items) else ""

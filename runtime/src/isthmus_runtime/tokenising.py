@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from .errors import DeadlineExceeded
 from .request import GenerateRequest, PromptText, tokenised
@@ -56,8 +57,7 @@ class Tokenising:
         assert prompt is not None
         if len(prompt.text) <= LONG:
             await self._short.room(request.whose)
-            with self._short.spending():
-                return tokenised(request, self._tokenise(prompt))
+            return tokenised(request, self._short.spend(partial(self._tokenise, prompt)))
         loop = asyncio.get_running_loop()
         until = loop.time() + request.timeout_s
         try:

@@ -262,6 +262,10 @@ class Hub:
     sha: str = ""
     digests: dict[str, str] = field(default_factory=dict)
     """SHA-256 by name, as the listing gives it for large files."""
+    blobs: dict[str, str] = field(default_factory=dict)
+    """What git calls files, by name, in place of what is right."""
+    pages: set[str] = field(default_factory=set)
+    """Files that are answered once by somebody else's page."""
     sizes: bool = True
     """Whether the listing gives any, as mirrors may not."""
     endless: str = ""
@@ -277,6 +281,11 @@ class Hub:
 
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+PAGE = b"<html>Sign in to this network</html>"
+
+
+def git_blob(content: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
 @contextmanager
@@ -313,6 +322,9 @@ def hub_server() -> Iterator[Hub]:
                         one["size"] = len(files.get(str(one["rfilename"]), b""))
                     if digest := hub.digests.get(str(one["rfilename"])):
                         one["lfs"] = {"size": 1, "sha256": digest, "pointerSize": 1}
+                    else:
+                        name = str(one["rfilename"])
+                        one["blobId"] = hub.blobs.get(name, git_blob(files.get(name, b"")))
                 if hub.endless == "listing":
                     self.send_endless()
                     return
@@ -323,6 +335,10 @@ def hub_server() -> Iterator[Hub]:
             hub.downloads.append(path)
             if name not in files:
                 self.send(404, b"", {"X-Error-Code": "RepoNotFound"}, body=body)
+                return
+            if body and name in hub.pages:
+                hub.pages.remove(name)
+                self.send(200, PAGE, {"Content-Type": "text/html"}, body=True)
                 return
             if body and name == hub.endless:
                 self.send_endless()
@@ -499,6 +515,23 @@ def test_what_a_hub_says_of_itself_is_not_believed(tmp_path: Path) -> None:
         done = fetch("hf://owner/tiny", str(tmp_path / "m"), env={"HF_ENDPOINT": hub.url})
         assert done.returncode == 1 and "model-00002.safetensors has SHA-256" in done.stderr
         assert not (tmp_path / "m").exists()
+        hub.digests, hub.blobs["config.json"] = {}, "0" * 40
+        done = fetch("hf://owner/tiny", str(tmp_path / "m"), env={"HF_ENDPOINT": hub.url})
+        assert done.returncode == 1 and f"config.json is {git_blob(WANTED['config.json'])} to git" in done.stderr
+        assert not (tmp_path / "m").exists()
+
+
+@pytest.mark.slow
+def test_a_page_that_somebody_else_sends_in_place_of_a_file_begins_none(tmp_path: Path) -> None:
+    """The next try went on behind the page, as long as it was shorter than the file."""
+    out = tmp_path / "cache" / "m"
+    with hub_server() as hub:
+        hub.pages = {"config.json", "model-00001.safetensors"}
+        for last in (False, True):
+            done = fetch("hf://owner/tiny@main", str(out), "--resume-as", "pod", env={"HF_ENDPOINT": hub.url})
+            assert done.returncode == (not last), done.stderr
+            assert last or "Consistency check failed" in done.stderr
+        assert holds(out, WHOLE) and not hub.pages
 
 
 @pytest.mark.slow

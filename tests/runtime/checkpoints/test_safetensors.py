@@ -73,6 +73,14 @@ def test_index_cannot_point_outside(tmp_path: Path) -> None:
     assert "'../x.safetensors'" in refused(tmp_path)
 
 
+def test_index_names_files_that_are_called_as_weights_are(tmp_path: Path) -> None:
+    """Others are not in the weights' revision, and nobody looks where they lead."""
+    save_file(tensors(), tmp_path / "weights.st")
+    index = {"weight_map": dict.fromkeys(tensors(), "weights.st")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "'weights.st' is not called *.safetensors" in refused(tmp_path)
+
+
 @pytest.mark.parametrize("keep", [0, 5, 40, -1])
 def test_truncated_file(tmp_path: Path, keep: int) -> None:
     path = tmp_path / "model.safetensors"

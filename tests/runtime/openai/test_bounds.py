@@ -512,9 +512,7 @@ def test_letters_in_a_row_that_are_tried_again_from_each_on_are_not_tokenised_he
         "_tokenizer",
         SimpleNamespace(encode_batch_fast=lambda *a, **b: here.append(a) or [real.encode("a")]),
     )
-    monkeypatch.setattr(
-        tokenizer.long_texts, "encode", lambda read, text, **_: apart.append(text) or (1, array("i", [1]))
-    )
+    monkeypatch.setattr(tokenizer.long_texts, "encode", lambda text, **_: apart.append(text) or (1, array("i", [1])))
     encodes = (tokenizer.encode, tokenizer.encode_alone, lambda text: tokenizer.encode_end(text, 5))
     for text in (" " * 40_000 + "1", "a word " * 3_000 + " " * 30_000 + "7 b", "x" + "\u00a0 \t" * 8_000 + "1"):
         for encode in encodes:

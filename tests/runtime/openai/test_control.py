@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HfTokenizer
 
+from isthmus_runtime.errors import InvalidRequest
 from isthmus_runtime.openai import control
 from isthmus_runtime.openai import tokenizer as tokenizer_module
 from isthmus_runtime.openai.chat import Conversation, NeedsThread
@@ -312,6 +313,28 @@ def test_others_have_turns_while_control_tokens_are_looked_for(monkeypatch):
     turns.clear()
     tokenizer._control.named(text[: 4 * control._PART] + "<|im_end|>", marks)
     assert len(turns) >= 4
+
+
+@pytest.mark.parametrize("where", ["messages", "tools", "kwargs"])
+def test_few_texts_hold_many_control_tokens(monkeypatch, where):
+    """Marked, 14 MB of them took a gigabyte beside one wide character."""
+    monkeypatch.setattr(control, "MOST_CONTROL", 40)
+    tokenizer, _ = LOADED["json"]
+
+    def chat(count: int, more: int) -> None:
+        text = "<|im_end|>" * count + "a" * more
+        given = {"messages": [{"role": "user", "content": "b"}], "tools": [], "kwargs": {}}
+        given[where] = {
+            "messages": [{"role": "user", "content": text}],
+            "tools": [{"function": {"name": "f", "description": text}}],
+            "kwargs": {"x": [text]},
+        }[where]
+        tokenizer.chat(Conversation(**given))
+
+    chat(40, 0)
+    with pytest.raises(InvalidRequest, match=r"more than (4[0-9]|50) control tokens .* such as '<.im_end.>'"):
+        chat(60, 0)
+    chat(60, 64 * 20)
 
 
 def test_control_tokens_may_be_longer_than_the_stack_is_deep():

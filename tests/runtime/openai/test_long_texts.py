@@ -68,38 +68,32 @@ def kinds() -> Iterator[dict[str, tuple[Tokenizer, HfTokenizer]]]:
 
 @pytest.fixture
 def texts() -> Iterator[LongTexts]:
-    made = LongTexts()
+    made = LongTexts((lambda: LIBRARY, lambda: SLOW))
+    made.start()
     yield made
     made.close()
 
 
-def read() -> str:
-    return READ
-
-
-def bad() -> str:
-    """An expression that takes for ever over 200 letters."""
-    return BAD
-
-
-READ = cut().to_str()
-BAD = json.dumps(
-    json.loads(READ)
-    | {
-        "pre_tokenizer": {
-            "type": "Split",
-            "pattern": {"Regex": r"(a|aa)+b|."},
-            "behavior": "Isolated",
-            "invert": False,
+LIBRARY = cut()
+SLOW = HfTokenizer.from_str(
+    json.dumps(
+        json.loads(LIBRARY.to_str())
+        | {
+            "pre_tokenizer": {
+                "type": "Split",
+                "pattern": {"Regex": r"(a|aa)+b|."},
+                "behavior": "Isolated",
+                "invert": False,
+            }
         }
-    }
+    )
 )
-LIBRARY = HfTokenizer.from_str(READ)
+"""It takes for ever over 200 letters."""
 
 
 def pid(texts: LongTexts) -> int:
     assert texts._process is not None
-    return texts._process._process.pid
+    return texts._process.pid
 
 
 @pytest.mark.parametrize("name", ["cut", "uncut"])
@@ -114,7 +108,7 @@ def test_long_texts_have_the_ids_that_the_library_gives(
     monkeypatch.setattr(tokenizer_module, "_PART", 500)
     apart, encode = [], tokenizer.long_texts.encode
     monkeypatch.setattr(
-        tokenizer.long_texts, "encode", lambda *a, **more: apart.append(len(a[1])) or encode(*a, **more)
+        tokenizer.long_texts, "encode", lambda *a, **more: apart.append(len(a[0])) or encode(*a, **more)
     )
     r = random.Random(seed)
     pieces = [" the", " quick", "12", "字" * 900, "é" * 1500, " ", "\n", "fox" * 800, ". ", "\U0001d15e" * 300]
@@ -135,46 +129,43 @@ def test_long_texts_have_the_ids_that_the_library_gives(
     assert tokenizer.encode(text) == whole
 
 
-def test_what_a_prompt_has_around_it_is_there(texts: LongTexts) -> None:
-    inner = HfTokenizer.from_str(READ)
+def test_what_a_prompt_has_around_it_is_there() -> None:
+    inner = cut()
     inner.post_processor = processors.TemplateProcessing(
         single="<|im_start|> $A <|im_end|>", special_tokens=[("<|im_start|>", 0), ("<|im_end|>", 1)]
     )
-    source = inner.to_str()
     whole = inner.encode("fox" * 500).ids
-
-    def again() -> str:
-        return source
-
-    count, ids = texts.encode(again, "fox" * 500, special=True)
+    texts = LongTexts((lambda: inner,))
+    count, ids = texts.encode("fox" * 500, special=True)
     assert (count, list(ids)) == (len(whole), whole)
-    count, ids = texts.encode(again, "fox" * 500, last=3)
+    count, ids = texts.encode("fox" * 500, last=3)
     assert (count, list(ids)) == (len(whole) - 2, whole[-4:-1])
-    count, ids = texts.encode(again, "fox" * 500, most=9)
+    count, ids = texts.encode("fox" * 500, most=9)
     assert (count, list(ids)) == (len(whole) - 2, [])
+    texts.close()
 
 
 def test_what_takes_more_memory_than_there_is_ends_alone(texts: LongTexts) -> None:
     """One letter is three after NFC, of four bytes each: 4 KB, packed, took 1.2 GB of a router of 1 GiB."""
     texts.room = lambda: 32 << 20
-    assert texts.encode(read, "fox")[0] == len(LIBRARY.encode("fox").ids)
+    assert texts.encode("fox")[0] == len(LIBRARY.encode("fox").ids)
     first = pid(texts)
     for _ in range(3):
         with pytest.raises(InvalidRequest, match=r"262000 characters.* takes more than 32 MiB .*--memory-limit"):
-            texts.encode(read, "\U0001d160" * 262_000)
+            texts.encode("\U0001d160" * 262_000)
     texts.room = lambda: None
-    assert texts.encode(read, "fox" * 9000)[0] == len(LIBRARY.encode("fox" * 9000).ids)
-    assert pid(texts) == first, "the tokenizer was read again"
+    assert texts.encode("fox" * 9000)[0] == len(LIBRARY.encode("fox" * 9000).ids)
+    assert pid(texts) == first
 
 
 def test_what_takes_a_processor_too_long_ends_alone(texts: LongTexts, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert texts.encode(bad, "the")[0] > 0
+    assert texts.encode("the", by=1)[0] > 0
     first = pid(texts)
     monkeypatch.setattr(module, "MOST_S", 0.2)
     with pytest.raises(InvalidRequest, match=r"200 characters.* more than 0.2 s of a processor"):
-        texts.encode(bad, "a" * 200)
+        texts.encode("a" * 200, by=1)
     monkeypatch.setattr(module, "MOST_S", 5.0)
-    assert texts.encode(bad, "the")[0] > 0 and pid(texts) == first
+    assert texts.encode("the", by=1)[0] > 0 and pid(texts) == first
 
 
 def test_a_text_that_nobody_waits_for_is_ended_and_others_have_its_thread_meanwhile(
@@ -182,13 +173,13 @@ def test_a_text_that_nobody_waits_for_is_ended_and_others_have_its_thread_meanwh
 ) -> None:
     monkeypatch.setattr(module, "MOST_S", 600.0)
 
-    texts.encode(bad, "the")
+    texts.encode("the", by=1)
     first = pid(texts)
 
     async def main() -> None:
         threads = ThreadsInTurns(2, "t", 64, "x wait")
         held = [
-            asyncio.create_task(threads.do(f"c{n}", lambda text: texts.encode(bad, text), "a" * 200)) for n in "123"
+            asyncio.create_task(threads.do(f"c{n}", lambda text: texts.encode(text, by=1), "a" * 200)) for n in "123"
         ]
         for _ in range(20):
             assert await threads.do("another", len, "abc") == 3
@@ -197,53 +188,71 @@ def test_a_text_that_nobody_waits_for_is_ended_and_others_have_its_thread_meanwh
         for one in held:
             one.cancel()
         await asyncio.wait(held)
-        count, _ = await threads.do("another", lambda text: texts.encode(bad, text), "the")
+        count, _ = await threads.do("another", lambda text: texts.encode(text, by=1), "the")
         assert count > 0
 
     asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
     assert pid(texts) == first
 
 
-def test_processes_that_end_are_started_anew(texts: LongTexts) -> None:
-    texts.encode(read, "fox")
-    os.kill(pid(texts), signal.SIGKILL)
-    assert texts.encode(read, "fox" * 100)[0] == len(LIBRARY.encode("fox" * 100).ids)
-    # Between two looks: it is still there as the text begins.
+def test_one_that_ends_is_started_anew(texts: LongTexts) -> None:
+    first = pid(texts)
+    os.kill(first, signal.SIGKILL)
+    assert texts.encode("fox" * 100)[0] == len(LIBRARY.encode("fox" * 100).ids)
+    assert pid(texts) != first
+
+
+def test_it_ends_with_whom_it_works_for_and_holds_nothing_of_it_open() -> None:
+    read, write = os.pipe()
+    os.set_inheritable(write, True)
+    texts = LongTexts((lambda: LIBRARY,))
+    texts.start()
     process = texts._process
     assert process is not None
-    process._process.stdin.close()
-    process._in = os.open(os.devnull, os.O_WRONLY)
-    assert texts.encode(read, "fox" * 100)[0] == len(LIBRARY.encode("fox" * 100).ids)
-    assert texts._process is not process
+    os.close(write)
+    assert os.read(read, 1) == b"", "it has let go of the other end"
+    os.close(read)
+    os.close(process._in)
+    _, status = os.waitpid(process.pid, 0)
+    assert status == 0
+    process._in = os.open(os.devnull, os.O_RDONLY)
+    process.close.detach()
+    for descriptor in (process._in, process._out, process._told):
+        os.close(descriptor)
 
 
 def test_one_that_is_killed_says_so(texts: LongTexts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_S", 600.0)
 
     def kill() -> None:
-        zygote = pid(texts)
+        parent = pid(texts)
         while True:
-            with open(f"/proc/{zygote}/task/{zygote}/children", encoding="ascii") as file:
+            with open(f"/proc/{parent}/task/{parent}/children", encoding="ascii") as file:
                 if children := file.read().split():
                     os.kill(int(children[0]), signal.SIGKILL)
                     return
 
-    texts.encode(bad, "the")
+    texts.encode("the", by=1)
     thread = threading.Thread(target=kill)
     thread.start()
     with pytest.raises(Overloaded, match=r"200 characters.* killed"):
-        texts.encode(bad, "a" * 200)
+        texts.encode("a" * 200, by=1)
     thread.join()
 
 
 def test_what_cannot_start_is_told(texts: LongTexts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.sys, "executable", "/nowhere/python")
-    with pytest.raises(Overloaded, match=r"no process .* can be started: .*nowhere"):
-        texts.encode(read, "fox")
+    texts.close()
+
+    def fork() -> int:
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    held = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "fork", fork)
+    with pytest.raises(Overloaded, match=r"no process .* can be started: Resource temporarily"):
+        texts.encode("fox")
     monkeypatch.undo()
-    with pytest.raises(Overloaded, match="ended twice"):
-        texts.encode(lambda: "no tokenizer", "fox")
-    assert texts.encode(read, "fox")[0] > 0
+    assert len(os.listdir("/proc/self/fd")) == held
+    assert texts.encode("fox")[0] > 0
 
 
 def test_clients_have_turns_in_a_circle() -> None:

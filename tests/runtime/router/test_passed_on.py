@@ -50,7 +50,7 @@ def text_request(text="some words", room=100, max_tokens=200):
 
 def unified(kit, tokenizer="d1", told=5):
     found = kit.Engine("unified", mode="none")
-    found.tokenizer = tokenizer
+    found.tokenizer, found.vocabulary = tokenizer, "d1"
     found.local_script = [kit.tokens(7, note="local", prompt_tokens=told), kit.done(8)]
     return found
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from contextlib import suppress
+from functools import partial
 
 from isthmus_runtime.sharing.loop_share import LoopShare
 
@@ -11,11 +12,13 @@ def test_a_turn_has_no_more_of_it_than_its_share_and_one_piece():
     now, turn, done = 0.0, 0, []
     share = LoopShare(0.02, lambda: now)
 
-    async def piece(number, seconds):
+    def take(seconds):
         nonlocal now
+        now += seconds
+
+    async def piece(number, seconds):
         await share.room()
-        with share.spending():
-            now += seconds
+        share.spend(partial(take, seconds))
         done.append((turn, number))
 
     async def main():
@@ -36,12 +39,15 @@ def test_work_that_fails_has_spent_its_time_as_well():
     now = 0.0
     share = LoopShare(0.02, lambda: now)
 
-    async def main():
+    def fail():
         nonlocal now
+        now += 1
+        raise ValueError
+
+    async def main():
         waits = asyncio.create_task(share.room())
-        with suppress(ValueError), share.spending():
-            now += 1
-            raise ValueError
+        with suppress(ValueError):
+            share.spend(fail)
         await asyncio.sleep(0)
         assert not waits.done()
         await asyncio.wait_for(waits, 60)
@@ -53,11 +59,13 @@ def test_clients_are_served_in_a_circle_and_those_that_have_left_take_no_room():
     now, done = 0.0, []
     share = LoopShare(0.02, lambda: now)
 
-    async def piece(who):
+    def take():
         nonlocal now
+        now += 0.02
+
+    async def piece(who):
         await share.room(who)
-        with share.spending():
-            now += 0.02
+        share.spend(take)
         done.append(who)
 
     async def main():
@@ -77,12 +85,14 @@ def test_pieces_that_take_longer_than_those_before_have_no_more_of_a_turn():
     now, turn, spent, done = 0.0, 0, Counter(), []
     share = LoopShare(0.02, lambda: now)
 
-    async def piece(number, seconds):
+    def take(seconds):
         nonlocal now
+        now += seconds
+        spent[turn] += seconds
+
+    async def piece(number, seconds):
         await share.room("one")
-        with share.spending():
-            now += seconds
-            spent[turn] += seconds
+        share.spend(partial(take, seconds))
         done.append(number)
 
     async def main():

@@ -56,11 +56,18 @@ WATCHED = (
 
 async def look(api: Api, namespaces: Iterable[str], cache: Cache, *, pause: float = 0.0) -> None:
     """List every kind in pages, and tell the cache of all objects and of what is not there. `namespaces`: an empty one
-    is all of them; pause: seconds after each page, for everybody else's turn. ApiError leaves what was told until then.
+    is all of them; pause: seconds after each page, for everybody else's turn, and then one kind after the other, else
+    all beside each other. ApiError leaves what was told until then.
     """
-    for kind in WATCHED:
-        for namespace in namespaces:
-            await _list(api, kind, namespace, cache, pause)
+    for namespace in namespaces:
+        if pause:
+            for kind in WATCHED:
+                await _list(api, kind, namespace, cache, pause)
+            continue
+        lists = (_list(api, kind, namespace, cache, 0.0) for kind in WATCHED)
+        for ended in await asyncio.gather(*lists, return_exceptions=True):
+            if ended is not None:
+                raise ended
 
 
 async def _list(api: Api, kind: Kind, namespace: str, cache: Cache, pause: float) -> None:
@@ -68,13 +75,15 @@ async def _list(api: Api, kind: Kind, namespace: str, cache: Cache, pause: float
     present: set[str] = set()
     while True:
         page = await api.page(kind.path(namespace), **query)
-        name = page["kind"].removesuffix("List")
+        name, after = page["kind"].removesuffix("List"), page["metadata"]
         for item in page["items"]:
             present.add(item["metadata"]["uid"])
             # Items of a list do not name their own kind.
             cache.changed({"apiVersion": page["apiVersion"], "kind": name, **item})
-        if not page["metadata"].get("continue"):
+            del item
+        del page  # maybe 20 MB, which the next page, and those of other kinds, would be beside
+        if not after.get("continue"):
             break
-        query["continue"] = page["metadata"]["continue"]
+        query["continue"] = after["continue"]
         await asyncio.sleep(pause)
-    cache.absent(name, namespace, present, int(page["metadata"]["resourceVersion"]))
+    cache.absent(name, namespace, present, int(after["resourceVersion"]))

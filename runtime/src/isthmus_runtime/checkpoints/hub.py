@@ -48,8 +48,8 @@ def fetch(
 
     `token`: access token; empty: what the environment offers (HF_TOKEN). `resume_as`: see `in_place`; the client goes
     on in the middle of a file. Raises WeightsError when the hub cannot be reached, has no such model or revision, lists
-    names that could be written elsewhere, sends more than it lists or its client to addresses that are nearer than its
-    own (`redirects`), or the model is of no supported kind.
+    names that could be written elsewhere, sends more or other than it lists or its client to addresses that are nearer
+    than its own (`redirects`), or the model is of no supported kind.
     """
     origin = Origin(source=f"hf://{repo}", revision=revision)
     patterns = TOKENIZER_FILES if tokenizer_only else MODEL_FILES
@@ -67,6 +67,11 @@ def fetch(
                 # Not to be gone on with, nor to be left in a cache that others share.
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
+            except OSError as e:
+                if type(e) is OSError and not no_space(e):
+                    # Its check of a file's size failed: what came is not to be gone on with, as it may be another's page.
+                    shutil.rmtree(folder / ".cache", ignore_errors=True)
+                raise
         shutil.rmtree(folder / ".cache", ignore_errors=True)
         for name in nested:
             (folder / name).replace(folder / NESTED[name])
@@ -75,7 +80,11 @@ def fetch(
             if path.name not in names:
                 # Of an earlier try, when the revision was another commit.
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        record_files(folder, origin, commit=listing.commit, expected=listing.sha256)
+        try:
+            record_files(folder, origin, commit=listing.commit, expected=listing.sha256, blobs=listing.blobs)
+        except WeightsError:
+            shutil.rmtree(folder)
+            raise
 
     in_place(out, origin, progress, download, weights=not tokenizer_only, resume_as=resume_as)
 
@@ -87,6 +96,8 @@ class _Listing:
     """Of each file, in bytes; None where the hub does not say."""
     sha256: dict[str, str]
     """Of large files."""
+    blobs: dict[str, str]
+    """Of the others, git's names for what is in them, as far as a mirror says them."""
 
 
 def _ask_listing(repo: str, revision: str, token: str | None) -> _Listing:
@@ -96,7 +107,9 @@ def _ask_listing(repo: str, revision: str, token: str | None) -> _Listing:
         commit, files = found.sha or "", found.siblings or []
         sizes = {file.rfilename: file.size for file in files}
         sha256 = {file.rfilename: file.lfs.sha256 for file in files if file.lfs is not None}
-        readable = all(isinstance(text, str) for text in (commit, *sizes, *sha256.values())) and all(
+        blobs = {file.rfilename: file.blob_id for file in files if file.lfs is None and file.blob_id is not None}
+        texts = (commit, *sizes, *sha256.values(), *blobs.values())
+        readable = all(isinstance(text, str) for text in texts) and all(
             size is None or (isinstance(size, int) and size >= 0) for size in sizes.values()
         )
     except (AttributeError, KeyError, RecursionError, TypeError) as e:
@@ -106,7 +119,7 @@ def _ask_listing(repo: str, revision: str, token: str | None) -> _Listing:
         raise WeightsError(f"{source}: the hub's listing has names or hashes that are no text, or odd sizes")
     if not _COMMIT.match(commit):
         raise WeightsError(f"{source}: the hub gave {commit!r} for revision {revision!r}, which is no commit")
-    return _Listing(commit, sizes, sha256)
+    return _Listing(commit, sizes, sha256, blobs)
 
 
 def _most_bytes(sizes: Sequence[int | None], folder: Path) -> int:

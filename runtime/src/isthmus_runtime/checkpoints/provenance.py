@@ -62,8 +62,16 @@ class Provenance(Origin):
 _PROVENANCE = TypeAdapter(Provenance)
 
 
-def record_files(folder: Path, origin: Origin, *, commit: str = "", expected: Mapping[str, str] | None = None) -> None:
-    """Write SOURCE_FILE for the files of `folder`. `expected`: SHA-256 by name, where the source tells it.
+def record_files(
+    folder: Path,
+    origin: Origin,
+    *,
+    commit: str = "",
+    expected: Mapping[str, str] | None = None,
+    blobs: Mapping[str, str] | None = None,
+) -> None:
+    """Write SOURCE_FILE for the files of `folder`. `expected`: SHA-256 by name, where the source tells it; `blobs`: the
+    same of what git calls them.
 
     Raises:
         WeightsError: a file is not what its source said, or not a plain file (a link could lead anywhere).
@@ -79,6 +87,9 @@ def record_files(folder: Path, origin: Origin, *, commit: str = "", expected: Ma
         want = (expected or {}).get(path.name)
         if want and want != files[path.name].sha256:
             problems.append(f"{source}: {path.name} has SHA-256 {files[path.name].sha256}, its source says {want}")
+        blob = (blobs or {}).get(path.name)
+        if blob and blob != (found := git_blob_of(path)):
+            problems.append(f"{source}: {path.name} is {found} to git, its source says {blob}")
     if problems:
         raise WeightsError(problems[:_SHOWN])
     made = Provenance(source=source, revision=origin.revision, store=origin.store, commit=commit, files=files)
@@ -187,6 +198,14 @@ def _imported(folder: Path) -> str:
     except (OSError, ValueError):
         return ""
     return str(held["sha256"]) if isinstance(held, dict) and isinstance(held.get("sha256"), str) else ""
+
+
+def git_blob_of(path: Path) -> str:
+    """Of a file's content, in hex: what git calls it (SHA-1 over its kind, its size and it)."""
+    digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
+    with path.open("rb") as file:
+        hashlib.file_digest(file, lambda: digest)
+    return digest.hexdigest()
 
 
 def sha256_of(path: Path) -> str:

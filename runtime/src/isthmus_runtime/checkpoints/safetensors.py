@@ -220,6 +220,9 @@ class Checkpoint:
             outside = sorted({name for name in names.values() if Path(name).name != name})
             if outside:
                 raise WeightsError(f"{index}: {outside[0]!r} is not a plain file name in {self._folder}")
+            others = sorted({name for name in names.values() if not name.endswith(".safetensors")})
+            if others:
+                raise WeightsError(f"{index}: {others[0]!r} is not called *.safetensors, as files of weights are")
             return [self._folder / name for name in sorted(set(names.values()))]
         files = sorted(self._folder.glob("*.safetensors"))
         if len(files) > 1:

@@ -73,7 +73,7 @@ def json_object(body: bytes) -> dict[str, Any]:
 def _json_object(body: bytes) -> dict[str, Any]:
     _check_values(body)
     body = body.removeprefix(codecs.BOM_UTF8)
-    if body.count(b",") > _MANY_ITEMS:
+    if len(body) > _MANY_ITEMS and body.count(b",") > _MANY_ITEMS:
         lists = LongLists(body)
         if lists:
             _check_others(lists.rest, len(body))

@@ -78,6 +78,8 @@ class Choice:
 
     def grown(self, delta: Delta) -> int:
         """Characters of what is new, as `Untold` counts them."""
+        if not delta.calls and not delta.reasoning:
+            return self._size.more(delta.content)
         return self._size.more(delta.content, delta.reasoning, *(call.arguments for call in delta.calls))
 
     def newly_held(self) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as HfTokenizer
 
+from ..errors import InvalidRequest
 from ..sharing.threads_in_turns import go_on
 
 _BARS = re.compile(r"<[|｜].*[|｜]>")
@@ -26,6 +27,12 @@ _PART = 1 << 16
 """Characters searched at a time: a search does not let other threads run."""
 _AT_ONCE = 1 << 20
 """Characters of a rendered conversation out of which marks are taken at a time: some milliseconds."""
+
+MOST_CONTROL, _CHARACTERS_OF_ONE = 1 << 15, 64
+"""Control tokens in the texts of a conversation: so many, and one more for as many characters. With their marks they
+take several times as much as without, in each text that a template makes of them."""
+_DIGITS = 12
+"""Of a mark. Who guesses one has it taken out of a text, and no more."""
 
 _Trie = dict[str, "_Trie"]
 
@@ -45,9 +52,22 @@ class Marks:
     """Put around the control strings of one conversation, for the time of its rendering: digits, which no filter of a
     template changes, drawn anew each time."""
 
-    def __init__(self) -> None:
-        self.begin, self.end, self.cut = (f"{secrets.randbelow(10**24):024}" for _ in range(3))
+    def __init__(self, characters: int = 0) -> None:
+        """Of texts with so many characters together."""
+        self.begin, self.end, self.cut = (f"{secrets.randbelow(10**_DIGITS):0{_DIGITS}}" for _ in range(3))
         """`cut`: where a text that is to be continued ends."""
+        self._most = self._left = MOST_CONTROL + characters // _CHARACTERS_OF_ONE
+
+    def around(self, token: str) -> str:
+        """A control token, marked. InvalidRequest where there are too many."""
+        self._left -= 1
+        if self._left < 0:
+            raise InvalidRequest(
+                f"messages: their texts hold more than {self._most} control tokens of this model, such as {token!r}; "
+                "take them out, or ask with allow_control_tokens",
+                param="messages",
+            )
+        return f"{self.begin}{token}{self.end}"
 
     def without(self, text: str) -> str:
         """`text` without `begin` and `end`, a part at a time: while one is taken out no other thread runs, and of 14 MB
@@ -105,6 +125,14 @@ class ControlTokens:
             return any(self.found_in(k, own=own) or self.found_in(v, own=own) for k, v in value.items())
         return isinstance(value, (list, tuple)) and any(self.found_in(v, own=own) for v in value)
 
+    def characters(self, value: Any) -> int:
+        """Of all texts in `value`."""
+        if isinstance(value, str):
+            return len(value)
+        if isinstance(value, Mapping):
+            return sum(self.characters(k) + self.characters(v) for k, v in value.items())
+        return sum(map(self.characters, value)) if isinstance(value, (list, tuple)) else 0
+
     def marked(self, value: Any, marks: Marks, *, own: bool = False) -> Any:
         """`value` with a mark before and after each control token in it."""
         if isinstance(value, str):
@@ -136,12 +164,8 @@ class ControlTokens:
         """The tokenizer that knows control tokens by their secret names, and nothing else of them."""
         with self._lock:
             if self._copy is None:
-                self._copy = HfTokenizer.from_str(self.serialised_copy())
+                self._copy = HfTokenizer.from_str(json.dumps(self._renamed(json.loads(self._serialised()))))
             return self._copy
-
-    def serialised_copy(self) -> str:
-        """The tokenizer.json of `copy`."""
-        return json.dumps(self._renamed(json.loads(self._serialised())))
 
     def _found(self, text: str, own: bool) -> bool:
         return (
@@ -174,7 +198,7 @@ class ControlTokens:
             text = bare + marks.end + text[len(bare) :]
 
         def marked(match: re.Match[str]) -> str:
-            return match[0] if own and match[0] in _OWN else f"{marks.begin}{match[0]}{marks.end}"
+            return match[0] if own and match[0] in _OWN else marks.around(match[0])
 
         return _replaced(self._find, marked, text, self._longest)
 

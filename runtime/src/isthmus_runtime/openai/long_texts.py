@@ -7,26 +7,26 @@ ones of tokenizers that look at a text as a whole.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import select
 import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
+from tokenizers import Tokenizer
+
 from ..errors import EngineFailed, InvalidRequest, Overloaded
+from ..serving.memory import give_back
 from ..sharing.threads_in_turns import away, spent, whose
-from .long_texts_process import ANSWER, ENDED, JOB, LENGTH, NO_MEMORY, READY, TEXT, Answer, Ended, Job
-from .long_texts_process import END as ENDS
-from .long_texts_process import __name__ as process_module
+from .long_texts_process import ANSWER, END, ENDED, JOB, NO_MEMORY, TEXT, Answer, Ended, Job, Pipes, serve
 
 _log = logging.getLogger(__name__)
 
@@ -36,8 +36,8 @@ ANY_MEMORY = 4 << 30
 """Bytes that a text may take where no limit of memory is known."""
 _WALL = 20.0
 """How many times as long it is waited for, on a machine that does much else."""
-_START_S = 60.0
-"""Longest time until a new process has read the tokenizer."""
+_END_S = 5.0
+"""How long it is waited for the end of a text that was ended."""
 _LOOK_S = 0.1
 """Between two times that it is asked whether somebody still waits."""
 _PIECE = 1 << 20
@@ -46,58 +46,27 @@ _BY_OTHERS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class LongTexts:
-    """Of one tokenizer. Safe to use from several threads; one text at a time, clients in a circle."""
+    """Of one model. Safe to use from several threads; one text at a time, clients in a circle."""
 
-    def __init__(self, room: Callable[[], int | None] = lambda: None) -> None:
-        """`room`: bytes that a text may take at present; None: ANY_MEMORY."""
+    def __init__(
+        self, tokenizers: Sequence[Callable[[], Tokenizer]], room: Callable[[], int | None] = lambda: None
+    ) -> None:
+        """`tokenizers`: as texts ask for them by number. `room`: bytes that a text may take at present; None:
+        ANY_MEMORY."""
         self.room = room
+        self._tokenizers = tokenizers
         self._line = _Line()
         self._process: _Process | None = None
-        self._reads: Callable[[], str] | None = None
-        """What the process has read."""
 
-    def encode(
-        self,
-        serialised: Callable[[], str],
-        text: str,
-        *,
-        special: bool = False,
-        most: int | None = None,
-        last: int = -1,
-    ) -> tuple[int, array[int]]:
-        """How many ids a text has, and the ids: all, or none where there are more than `most`, or the `last` ones.
-        serialised: the tokenizer.json, always the same function for the same one; special: with the tokens that a
-        prompt has before and after it.
-
-        InvalidRequest: it takes more memory than there is room for, or more than MOST_S of a processor. Overloaded
-        (503) where the process does not get to run, or is ended by others. Raises as `go_on` meanwhile.
-        """
-        data = text.encode()
-        room = self.room()
-        memory = ANY_MEMORY if room is None else room
-        job = Job(special, -1 if most is None else most, last, memory, MOST_S, len(data))
-        with away() as check, self._line.turn(whose(), check):
-            for _ in range(2):
-                try:
-                    process = self._started(serialised, check)
-                    ended, answer = process.tokenise(job, data, check)
-                    break
-                except _Gone as gone:  # it had nothing to do for a while, or was ended
-                    self.close()
-                    why = gone
-                except BaseException:
-                    if self._process is not None and not self._process.is_idle:
-                        self.close()
-                    raise
-            else:
-                raise Overloaded(
-                    f"a text of {len(text)} characters: the process that tokenises such texts ended twice ({why}); its "
-                    "log has the details, and the machine or pod may be short of memory; try again, or send less"
-                )
-        spent(ended.seconds)
-        self._check(ended.status, len(text), memory)
-        count, ids = answer
-        return count, ids
+    def start(self) -> None:
+        """The process, before there are threads: a copy has the one that makes it alone, and what others held stays
+        locked in it. Only where it was killed does a later text start another. Overloaded where the system has no
+        process or memory for it."""
+        self.close()
+        # What is free now would be taken by this process, and held by the other.
+        gc.collect()
+        give_back()
+        self._process = _Process(self._tokenizers)
 
     def close(self) -> None:
         """End the process; the next text starts another."""
@@ -105,14 +74,45 @@ class LongTexts:
         if process is not None:
             process.close()
 
-    def _started(self, serialised: Callable[[], str], check: Callable[[], None]) -> _Process:
-        process = self._process
-        if process is not None and self._reads == serialised and process.runs:
-            return process
-        self.close()
-        self._process, self._reads = _Process(), serialised
-        self._process.read_tokenizer(serialised().encode(), check)
-        return self._process
+    def encode(
+        self, text: str, *, by: int = 0, special: bool = False, most: int | None = None, last: int = -1
+    ) -> tuple[int, array[int]]:
+        """How many ids a text has, and the ids: all, or none where there are more than `most`, or the `last` ones.
+        by: number of the tokenizer; special: with the tokens that a prompt has before and after it.
+
+        InvalidRequest: it takes more memory than there is room for, or more than MOST_S of a processor. Overloaded
+        (503) where the process does not get to run, or is ended by others. Raises as `room`, and as `go_on` meanwhile.
+        """
+        data = text.encode()
+        with away() as check, self._line.turn(whose(), check):
+            room = self.room()
+            memory = ANY_MEMORY if room is None else room
+            ended, (count, ids) = self._ask(
+                Job(by, special, -1 if most is None else most, last, memory, MOST_S, len(data)), data, check
+            )
+        spent(ended.seconds)
+        self._check(ended.status, len(text), memory)
+        return count, ids
+
+    def _ask(self, job: Job, data: bytes, check: Callable[[], None]) -> tuple[Ended, tuple[int, array[int]]]:
+        for _ in range(2):
+            process = self._process
+            if process is None:
+                _log.warning("the process that tokenises long texts is started anew")
+                process = self._process = _Process(self._tokenizers)
+            try:
+                return process.tokenise(job, data, check)
+            except _Gone as gone:
+                self.close()
+                why = str(gone)
+            except BaseException:
+                if not process.is_idle:
+                    self.close()
+                raise
+        raise Overloaded(
+            f"the process that tokenises long texts ended twice ({why}); the machine or pod may be short of memory; "
+            "try again, or send less"
+        )
 
     @staticmethod
     def _check(status: int, size: int, memory: int) -> None:
@@ -198,49 +198,34 @@ class _Said(NamedTuple):
 
 
 class _Process:
-    """Started; used by one thread at a time."""
+    """Used by one thread at a time."""
 
-    def __init__(self) -> None:
-        """Overloaded where the system has no process or memory for it."""
-        told = tell = -1
+    def __init__(self, tokenizers: Sequence[Callable[[], Tokenizer]]) -> None:
+        """Starts it. Raises as `LongTexts.start`."""
+        opened: list[int] = []
         try:
-            told, tell = os.pipe()
-            self._process = subprocess.Popen(
-                (sys.executable, "-m", process_module, str(tell)),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                bufsize=0,
-                pass_fds=(tell,),
-            )
+            for _ in range(3):
+                opened += os.pipe()
+            self.pid = os.fork()
         except OSError as error:
-            if told >= 0:
-                os.close(told)
-            raise Overloaded(f"no process to tokenise a long text can be started: {error}; try again") from error
-        finally:
-            if tell >= 0:
-                os.close(tell)
-        self._told = told
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
-        for descriptor in (self._in, self._out, self._told):
+            for descriptor in opened:
+                os.close(descriptor)
+            raise Overloaded(f"no process to tokenise long texts can be started: {error}; try again") from error
+        read, self._in, self._out, write, self._told, tell = opened
+        if self.pid == 0:
+            serve(tokenizers, Pipes(read, write, tell))
+        for descriptor in (read, write, tell):
+            os.close(descriptor)
+        mine = (self._in, self._out, self._told)
+        for descriptor in mine:
             os.set_blocking(descriptor, False)
         self.is_idle = True
         """It waits for a text, and nothing of an old one is left in its pipes."""
-        self.close = weakref.finalize(self, _close, self._process, self._told)
-
-    @property
-    def runs(self) -> bool:
-        """Whether it has not ended."""
-        return self._process.poll() is None
-
-    def read_tokenizer(self, text: bytes, check: Callable[[], None]) -> None:
-        """_Gone, and what `check` raises. Overloaded: it took too long."""
-        self._talk(LENGTH.pack(len(text)) + text, len(READY), _START_S, check)
-        _log.info("started process %d, which tokenises long texts", self._process.pid)
+        self.close = weakref.finalize(self, _close, self.pid, mine)
 
     def tokenise(self, job: Job, text: bytes, check: Callable[[], None]) -> tuple[Ended, tuple[int, array[int]]]:
-        """How it ended, and, where it ended well, how many ids there are and those that were asked for. Raises as
-        `read_tokenizer`."""
+        """How it ended, and, where it ended well, how many ids there are and those that were asked for. _Gone;
+        Overloaded where it took too long; and what `check` raises."""
         said = self._talk(TEXT + JOB.pack(*job) + text, ENDED.size, job.seconds * _WALL, check)
         ended = Ended._make(ENDED.unpack(said.told))
         ids = array("i")
@@ -252,13 +237,18 @@ class _Process:
         return ended, (answer.has, ids)
 
     def _talk(self, data: bytes, size: int, most_s: float, check: Callable[[], None]) -> _Said:
-        """Send, and receive until `size` bytes were told."""
+        """Send, and receive until `size` bytes were told. Raises as `tokenise`; then the text is ended."""
         self.is_idle = False
         until = time.monotonic() + most_s
         said, left = _Said(bytearray(), bytearray()), memoryview(data)
         try:
             while len(said.told) < size:
                 check()
+                if time.monotonic() > until:
+                    raise Overloaded(
+                        f"a long text was not tokenised within {most_s:g} s by the process for it; this machine is "
+                        "busy, try again"
+                    )
                 ready = self._ready(writing=bool(left))
                 if self._in in ready:
                     left = left[os.write(self._in, left[:_PIECE]) :]
@@ -266,11 +256,6 @@ class _Process:
                     self._receive(self._out, said.out)
                 if self._told in ready:
                     self._receive(self._told, said.told)
-                if time.monotonic() > until:
-                    raise Overloaded(
-                        f"a long text was not tokenised within {most_s:g} s by the process for it; this machine is "
-                        "busy, try again"
-                    )
             # What was written before it was told.
             while self._receive(self._out, said.out):
                 pass
@@ -279,8 +264,10 @@ class _Process:
         except _Gone:
             raise
         except BaseException:
-            if not left:
-                self._end_text()
+            if data != END:
+                # Nobody waits for it any more; the process stays.
+                with suppress(_Gone, Overloaded):
+                    self._talk(bytes(left) + END if left else END, ENDED.size, _END_S, lambda: None)
             raise
         self.is_idle = True
         return said
@@ -299,22 +286,14 @@ class _Process:
         except BlockingIOError:
             return 0
         if not found:
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(1)
-            raise _Gone(f"exit status {self._process.poll()}")
+            raise _Gone(f"process {self.pid} has ended")
         into += found
         return len(found)
 
-    def _end_text(self) -> None:
-        """Nobody waits for it any more: the process need not read its tokenizer again for that."""
-        with suppress(OSError, _Gone, Overloaded):
-            self._talk(ENDS, ENDED.size, 1.0, lambda: None)
 
-
-def _close(process: subprocess.Popen[bytes], told: int) -> None:
-    process.kill()
-    process.wait()
-    assert process.stdin is not None and process.stdout is not None
-    process.stdin.close()
-    process.stdout.close()
-    os.close(told)
+def _close(pid: int, descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+    with suppress(ProcessLookupError, ChildProcessError):
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)

@@ -61,6 +61,29 @@ def _steps(decoder: Mapping[str, Any]) -> list[Callable[[str], bytes | str]]:
     raise ConfigError(f"tokenizer.json: decoder {kind!r} is not supported; supported: {_SUPPORTED}")
 
 
+class _Known(dict[int, bytes]):
+    """By id; what is not there is computed when it is first asked for."""
+
+    def __init__(self, tokenizer: HfTokenizer, steps: Sequence[Callable[[str], bytes | str]], skip: frozenset[int]):
+        super().__init__(dict.fromkeys(skip, b""))
+        self._tokenizer = tokenizer
+        self._steps = steps
+
+    def __missing__(self, token_id: int) -> bytes:
+        self[token_id] = found = self._compute(token_id)
+        return found
+
+    def _compute(self, token_id: int) -> bytes:
+        value: bytes | str | None = self._tokenizer.id_to_token(token_id)
+        if value is None:
+            return b""
+        for step in self._steps:
+            if isinstance(value, bytes):
+                break
+            value = step(value)
+        return value if isinstance(value, bytes) else value.encode()
+
+
 class Pieces:
     """Token id -> bytes, in the context of a text that is already under way.
 
@@ -70,16 +93,11 @@ class Pieces:
 
     def __init__(self, tokenizer: HfTokenizer, decoder: Mapping[str, Any] | None, skip: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._steps = _steps(decoder) if decoder is not None else []
-        self._bytes: dict[int, bytes] = dict.fromkeys(skip, b"")
         self._special = skip
-
-    def of(self, token_id: int) -> bytes:
-        """Bytes that `token_id` adds to the text; none for special tokens and ids outside the vocabulary."""
-        found = self._bytes.get(token_id)
-        if found is None:
-            found = self._bytes[token_id] = self._compute(token_id)
-        return found
+        known = _Known(tokenizer, _steps(decoder) if decoder is not None else (), skip)
+        self.of: Callable[[int], bytes] = known.__getitem__
+        """Bytes that a token id adds to the text; none for special tokens and ids outside the vocabulary. The
+        dictionary's own method: it is called for each token."""
 
     def shown(self, token_id: int) -> tuple[str, list[int] | None]:
         """Text and bytes of a token for a log-probability entry; special tokens are shown by name, without bytes."""
@@ -91,13 +109,3 @@ class Pieces:
     def join(self, token_ids: Sequence[int]) -> str:
         """Text of `token_ids`."""
         return b"".join(map(self.of, token_ids)).decode("utf-8", errors="replace")
-
-    def _compute(self, token_id: int) -> bytes:
-        value: bytes | str | None = self._tokenizer.id_to_token(token_id)
-        if value is None:
-            return b""
-        for step in self._steps:
-            if isinstance(value, bytes):
-                break
-            value = step(value)
-        return value if isinstance(value, bytes) else value.encode()

@@ -59,8 +59,7 @@ class Planning:
     async def short(self, who: str, plan: Callable[[], _M]) -> _M:
         """What `plan` makes, here and now, or in a turn of the event loop that has room for it."""
         await self._short.room(who)
-        with self._short.spending():
-            return plan()
+        return self._short.spend(plan)
 
     async def long(self, who: str, plan: Callable[[bytes], _M], body: bytes) -> _M:
         """What `plan` makes of a long body, in a thread: few at a time, in turns of clients, of whom none takes all

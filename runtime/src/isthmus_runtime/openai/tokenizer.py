@@ -109,7 +109,6 @@ class Tokenizer:
         self._words = Words(self._batch) if cuts_at_words(raw) else None
         self._runs = Runs(raw) if self._words is None else None
         self._cuts = self._words is not None and may_cut(raw.get("added_tokens") or ())
-        self.long_texts = LongTexts()
         self._bound = token_bound(raw)
         self._growth = growth(raw)
         self._num_special = tokenizer.num_special_tokens_to_add(False)
@@ -118,6 +117,7 @@ class Tokenizer:
         normalise = None if tokenizer.normalizer is None else tokenizer.normalizer.normalize_str
         self._letters = Letters(raw, normalise)
         self._control = ControlTokens(tokenizer.to_str, raw.get("added_tokens") or (), chat_template or "", normalise)
+        self.long_texts = LongTexts((lambda: tokenizer, self._control.copy))
         bos = special.get("bos_token")
         about = f"{plain}\0{config.get('add_bos_token')}\0{tokenizer.token_to_id(bos) if bos is not None else None}"
         if source != plain:
@@ -146,6 +146,7 @@ class Tokenizer:
         """What a server does before it serves: else its first conversation of some kind would hold up all others."""
         if self._template is not None:
             self._control.prepare()
+        self.long_texts.start()
 
     def encode(self, text: str, most: int | None = None) -> list[int]:
         """Ids of a completion prompt, with the tokens before and after it that the model wants.
@@ -212,7 +213,8 @@ class Tokenizer:
         guarded = not conversation.allow_control_tokens and self._has_control(conversation)
         if guarded and briefly:
             raise NeedsThread
-        marks = Marks()
+        texts = [conversation.messages, conversation.tools, conversation.kwargs]
+        marks = Marks(self._control.characters(texts) if guarded else 0)
         shown = self._marked(conversation, marks) if guarded else conversation
         if conversation.continue_final_message:
             shown = _with_cut(shown, marks.cut)
@@ -240,7 +242,7 @@ class Tokenizer:
         named = self._control.named(text, marks)
         ids: list[int] = []
         for part in cut(named, _PART) if self._cuts else (named,):  # a secret name is a word
-            ids += self._at_once(part, _room(most, ids), by=self._control.copy, read=self._control.serialised_copy)
+            ids += self._at_once(part, _room(most, ids), copy=True)
         return ChatPrompt(plain, _at_most(ids, most)[-end:])
 
     def _has_control(self, conversation: Conversation) -> bool:
@@ -364,24 +366,20 @@ class Tokenizer:
         *,
         special: bool = False,
         end: int = -1,
-        by: Callable[[], HfTokenizer] | None = None,
-        read: Callable[[], str] | None = None,
+        copy: bool = False,
     ) -> list[int]:
         """Ids of a text that is tokenised as a whole. TooManyTokens: more than `most`. `end`: only the last so many
-        need be there. `by`, `read`: another tokenizer than this one's, and its tokenizer.json."""
+        need be there. `copy`: by that which knows control tokens by other names."""
         go_on()
         if self._is_short(text):
-            tokenizer = self._tokenizer if by is None else by()
+            tokenizer = self._control.copy() if copy else self._tokenizer
             # Unlike `encode`, the batch form lets other threads run.
             ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
             return ids
-        count, found = self.long_texts.encode(read or self._serialised, text, special=special, most=most, last=end)
+        count, found = self.long_texts.encode(text, by=int(copy), special=special, most=most, last=end)
         if most is not None and count > most:
             raise TooManyTokens(f"{count} tokens or more")
         return list(self.compact(found))
-
-    def _serialised(self) -> str:
-        return str(self._tokenizer.to_str())
 
     def _is_short(self, text: str) -> bool:
         """Whether tokenising it at once takes no more than AT_ONCE, and no expression long."""

@@ -14,6 +14,7 @@ from ..metrics import RequestMetrics, TenantMetrics
 from ..request import Structure
 from ..serving.call import Call
 from ..serving.memory import MemoryGuard
+from ..sharing.budget import End
 from ..structured.checker import Checker
 from ..tokenising import LONG
 from ..tracing.span import Span, current
@@ -88,9 +89,9 @@ class Works:
         call.drop(kept + tokens * _ID_BYTES + echoed, who)
         end = self._requests.end()
         with self._budgets.kept.holding(kept, who, end), self._budgets.echoes.holding(echoed, who, end):
-            await self._run_planned(call, job, progress, who, tokens)
+            await self._run_planned(call, job, progress, who, tokens, end)
 
-    async def _run_planned(self, call: Call, job: Job, progress: Progress, client: str, tokens: int) -> None:
+    async def _run_planned(self, call: Call, job: Job, progress: Progress, client: str, tokens: int, end: End) -> None:
         job.client = client
         if job.stream or takes_turns(job):
             job.requests = tuple(replace(request, client=known_as(client)) for request in job.requests)
@@ -98,7 +99,7 @@ class Works:
                 await self._check_structure(job.structure, job.structure_param, client)
         progress.stage, progress.answer_id, progress.format = "generation", job.answer_id, job.format
         tokens += len(job.requests[0].sampling.allowed_token_ids)  # of all choices, which share them
-        end, budgets = self._requests.end(), self._budgets
+        budgets = self._budgets
         with budgets.scores.holding(job.scores, client, end) as job.told, budgets.tokens.holding(tokens, client, end):
             run = self._runner.stream if job.stream else self._runner.whole
             usage = await self._within(

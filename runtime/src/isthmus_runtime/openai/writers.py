@@ -25,6 +25,8 @@ class Writers:
 
     async def joined(self, who: str, pieces: Callable[[], Iterable[bytes]], *, large: bool) -> bytes:
         """The pieces as one; of what is large others may have a turn between two. Raises as `do`."""
+        if not large:
+            return b"".join(pieces())
 
         def make() -> bytes:
             parts = []
@@ -33,4 +35,4 @@ class Writers:
                 go_on()
             return b"".join(parts)
 
-        return await self.do(who, make, large=large)
+        return await self.do(who, make, large=True)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import TypeVar
 
 from .circle import Circle
 
+_M = TypeVar("_M")
 MOST_S = 0.02
 """Of a turn. A thousand requests that arrive together would else be planned in one, and all wait for the last."""
 
@@ -36,12 +37,11 @@ class LoopShare:
             while self._spent_s >= self._most_s:  # they took longer than such pieces did until now
                 await self._called.add(who)
 
-    @contextmanager
-    def spending(self) -> Iterator[None]:
+    def spend(self, make: Callable[[], _M]) -> _M:
         """The work itself, after `room`."""
         began = self._clock()
         try:
-            yield
+            return make()
         finally:
             self._end_turn()
             took = self._clock() - began
@@ -57,7 +57,7 @@ class LoopShare:
         self._spent_s, self._ends = 0.0, False
         left = self._most_s
         for circle in (self._called, self._waiting):
-            while left > 0 and circle.give() is not None:
+            while left > 0 and circle and circle.give() is not None:
                 left -= max(self._usual_s, self._most_s / 100)
         if self._waiting or self._called:
             self._end_turn()

@@ -1,17 +1,20 @@
 """How much of something each client has. Pure."""
 
-from collections import Counter
 
-
-class Shares(Counter[str]):
+class Shares(dict[str, int]):
     """By client. Who has nothing is forgotten: strangers are many."""
 
     all = 0
 
+    def __missing__(self, who: str) -> int:
+        return 0
+
     def add(self, who: str, count: int) -> None:
         """A client has so much more, or, below zero, less."""
         self.all += count
-        self[who] += count
-        assert self[who] >= 0, f"{-count} of {who} came back, which leaves {self[who]}"
-        if not self[who]:
-            del self[who]
+        left = self.get(who, 0) + count
+        assert left >= 0, f"{-count} of {who} came back, which leaves {left}"
+        if left:
+            self[who] = left
+        else:
+            self.pop(who, None)
