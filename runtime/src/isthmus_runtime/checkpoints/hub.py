@@ -69,7 +69,7 @@ def fetch(
                 raise
             except OSError as e:
                 if type(e) is OSError and not no_space(e):
-                    # Its check of a file's size failed: what came is not to be gone on with, as it may be another's page.
+                    # Its check of a file's size failed: what came may be another's page, and is not to be gone on with.
                     shutil.rmtree(folder / ".cache", ignore_errors=True)
                 raise
         shutil.rmtree(folder / ".cache", ignore_errors=True)
