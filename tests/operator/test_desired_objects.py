@@ -164,6 +164,44 @@ def test_a_router_that_is_held_back_has_its_number_of_pods() -> None:
     assert found["spec"]["replicas"] == 3 and differs(found, by_hand[-1])
 
 
+# ------------------------------------------------------------------------------------------------- routers
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+def test_of_two_workloads_of_routers_of_one_revision_one_goes(renamed: bool) -> None:
+    """An earlier operator makes another. The older goes on, unless only the other serves."""
+    target = service()
+    manifest = router.deployment(target, OLD, replicas=2)
+    one = live(manifest)
+    other = live(
+        copy.deepcopy(manifest) | {"metadata": manifest["metadata"] | {"name": "svc-router"}}, "2026-01-02T00:00:00Z"
+    )
+    for edited in (target, service(router={"maxQueue": 9})):
+        found = wanted(edited, [*engines(target), one, other, pod(other if renamed else one)])
+        counts = {m["metadata"]["name"]: m["spec"]["replicas"] for m in deployments(found, ROUTER)}
+        gone, stays = (one, other) if renamed else (other, one)
+        assert counts[gone["metadata"]["name"]] == 0
+        assert counts[stays["metadata"]["name"]] in (1, 2)
+        assert min(counts.values()) == 0 and sum(counts.values()) <= 3
+    gone["spec"]["replicas"] = 0
+    found = wanted(target, [*engines(target), one, other, pod(stays)])
+    assert [m["metadata"]["name"] for m in found.delete] == [gone["metadata"]["name"]]
+
+
+def test_routers_may_all_be_drained_while_there_are_no_engines() -> None:
+    """They are ready only when they know an engine, so that the first one would be missing for good."""
+
+    def budgets(replicas: int, there: int) -> dict[str, Any]:
+        target = service({part: {"scaling": {"replicas": replicas}} for part in ("prefill", "decode")})
+        parts = [one for one in engines(target) for one in (one, *[pod(one)] * there)]
+        found = [m for m in wanted(target, parts).apply if m["kind"] == "PodDisruptionBudget"]
+        return {m["metadata"]["name"]: m["spec"]["maxUnavailable"] for m in found}
+
+    assert budgets(1, 1) == {"svc-prefill": 1, "svc-decode": 1, "svc-router": 1}
+    assert budgets(0, 1)["svc-router"] == 1, "they answer still"
+    assert budgets(0, 0) == {"svc-prefill": 1, "svc-decode": 1, "svc-router": "100%"}
+
+
 # ------------------------------------------------------------------------------------------------- the master
 
 

@@ -332,14 +332,14 @@ def test_independent_roles_change_in_step_where_the_layout_may_change() -> None:
     assert_done(new, run(new, world, check=check))
 
 
-def test_what_was_rolled_back_says_that_the_router_stays() -> None:
+def test_what_was_rolled_back_tells_of_the_routers_that_serve() -> None:
     world = settled(service(1, p=2, d=2))
     new = service(2, p=2, d=2, model={"source": {"hostPath": {"path": "/models/new"}}}, **ROLLBACK)
     bad = set(revisions(new).values())
     world.becomes_ready = lambda pod: pod.revision not in bad
     last = step(new, world, 60)
     found = {c["type"]: c for c in status_of(new, world.seen, last, {}, NOW)["conditions"]}
-    assert found["RouterReady"]["message"] == f"router: revision {last.failed} failed; the router stays as it was"
+    assert found["RouterReady"]["message"] == "router: 2 of 2 pods are ready"
     assert found["Ready"]["reason"] == "RolledBack"
 
 

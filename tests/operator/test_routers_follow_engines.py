@@ -354,6 +354,22 @@ def test_what_changes_while_there_should_be_no_engines_does_not_fail(back: str) 
     assert life.answered and life.ready(R) == {("b", False)}
 
 
+@pytest.mark.parametrize("model", ["a", "ab"])
+def test_edits_whose_routers_never_start_leave_no_pile_of_workloads(model: str) -> None:
+    life = Life(Asked(rollout=tuple(SURGES[0].items())))
+    (first,) = life.world.seen.routers
+    life.world.becomes_ready = lambda pod: pod.component is not R or pod.revision == first.revision
+    for edit in range(20):
+        life.edit(queue=100 + edit, model=model[edit % len(model)])
+        life.go(6)
+        assert life.answered
+        assert len(life.world.seen.routers) <= 1 + 2 * len(model), "one for each of engines, and those that are tried"
+    life.edit(queue=7, model="a")
+    life.go(60)
+    assert_done(life.asked.spec, life.world)
+    assert [w.revision for w in life.world.seen.routers] == [first.revision]
+
+
 def fewer_ready(life: Life, old: set[str]) -> bool:
     """Whether no new router is ready yet."""
     return not any(w.ready for w in life.world.seen.routers if w.revision not in old)

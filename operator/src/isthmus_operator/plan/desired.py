@@ -64,7 +64,8 @@ def desired(
     rdma = service.spec.transfer.rdma
     on_nodes = wanted.store and ((rdma is not None and rdma.host_network) or any(map(_on_node, live.values())))
     apply = policies.network_policies(service, defaults, guarded=guarded, on_nodes=on_nodes)
-    apply += policies.disruption_budgets(service, every)
+    answers = any(goal.count for goal in wanted.goals.values()) or any(w.ready for w in seen.engines)
+    apply += policies.disruption_budgets(service, every, answers=answers)
     if mooncake.is_managed(service):
         apply.append(mooncake.master_service(service, exact=seen.exact(Component.STORE)))
         apply += _master(service, defaults, live, seen, now, may_change=master_may_change(service, wanted, seen, now))
@@ -233,7 +234,14 @@ def _routers(
             out.append(marked(manifest) if behind else _kept(manifest, live))
         elif there is not None and there["metadata"]["name"] not in wanted.delete:
             out.append(_rescaled(there, count))
+    out += [_rescaled(one, 0) for one in live.values() if component_of(one) is Component.ROUTER and _twice(one, seen)]
     return sorted(out, key=lambda one: name_of(one) in live)
+
+
+def _twice(there: Object, seen: Observed) -> bool:
+    """Whether it is a workload of routers beside another of its revision, that is not gone yet."""
+    known = {w.name for w in seen.routers}
+    return there["kind"] == "Deployment" and there["metadata"]["name"] not in known and there["spec"]["replicas"] != 0
 
 
 def _rescaled(there: Object, count: int) -> Object:

@@ -51,7 +51,7 @@ def observe(service: InferenceService, children: Iterable[Object], facts: Facts,
     known = [_with_missing(w, said) for w in workloads if w is not None]
     seen = Observed(
         engines=tuple(sorted((w for w in known if is_engine(w.component)), key=lambda w: w.name)),
-        routers=tuple(sorted((w for w in known if w.component is Component.ROUTER), key=lambda w: w.name)),
+        routers=_one_of_each(w for w in known if w.component is Component.ROUTER),
         store=next((w for w in known if w.component is Component.STORE), None),
         scales=_scales(mine),
         wanted=_wanted(status),
@@ -62,6 +62,14 @@ def observe(service: InferenceService, children: Iterable[Object], facts: Facts,
     )
     selected = sorted(str(one["metadata"]["name"]) for one in strangers if _selected(service, one, seen))
     return replace(seen, strangers=tuple(selected))
+
+
+def _one_of_each(routers: Iterable[Workload]) -> tuple[Workload, ...]:
+    """Of two workloads of one revision, as a rollback to an earlier operator leaves them, the one that goes on."""
+    found: dict[str, Workload] = {}
+    for one in sorted(routers, key=lambda w: (w.ready > 0, -w.created, w.name)):
+        found[one.revision] = one
+    return tuple(sorted(found.values(), key=lambda w: w.name))
 
 
 def _selected(service: InferenceService, pod: Object, seen: Observed) -> bool:

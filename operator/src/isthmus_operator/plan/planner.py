@@ -113,7 +113,7 @@ def plan(service: InferenceService, seen: Observed, now: float) -> Plan:
     return Plan(
         counts=move.counts,
         routers=routing,
-        delete=(*_unneeded(goals, seen, over, move, now), *(routers.idle(router, seen, routing, now) if over else ())),
+        delete=(*_unneeded(goals, seen, over, move, now), *routers.unneeded(router, seen, routing, over, now)),
         store=mooncake.is_managed(service) or any(w.pooled and (w.replicas or places(w, now)) for w in seen.engines),
         router=router,
         alone=routers.replaces_the_only_one(service, router, seen, routing),

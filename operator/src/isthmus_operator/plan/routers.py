@@ -35,7 +35,7 @@ def goal_of(service: InferenceService, goals: Sequence[Goal], seen: Observed, *,
     if not found and present is not None and engines and all(_suits(present, engine) for engine in engines):
         return wanted
     found = found or former
-    return max(found, key=lambda w: (w.ready, w.created)).revision if found else wanted
+    return max(found, key=_standing).revision if found else wanted
 
 
 def may_change(goal: str, goals: Sequence[Goal], seen: Observed, *, rolling: bool) -> bool:
@@ -193,6 +193,17 @@ def _surges(service: InferenceService) -> bool:
     return not service.spec.rollout.max_surge.is_zero
 
 
-def idle(goal: str, seen: Observed, counts: dict[str, int], now: float) -> tuple[str, ...]:
-    """Names of workloads of other revisions that have no pods."""
-    return tuple(w.name for w in seen.routers if w.revision != goal and not counts[w.revision] and not places(w, now))
+def unneeded(goal: str, seen: Observed, counts: dict[str, int], over: bool, now: float) -> tuple[str, ...]:
+    """Names of workloads of other revisions that have no pods; until a rollout is `over`, less those that would come
+    back, one for each workload of engines."""
+    rest = [w for w in seen.routers if w.revision != goal]
+    kept: set[str] = set()
+    for engines in () if over else seen.engines:
+        fitting = [w for w in rest if _suits(w, engines)]
+        kept |= {w.name for w in fitting if w is max(fitting, key=_standing)}
+    return tuple(w.name for w in rest if w.name not in kept and not counts[w.revision] and not places(w, now))
+
+
+def _standing(routers: Workload) -> tuple[bool, int, float]:
+    """Which of several that know the same engines serve, or did last: the oldest."""
+    return routers.replicas > 0, routers.ready, -routers.created

@@ -249,10 +249,11 @@ def _router_state(service: InferenceService, seen: Observed, wanted: Plan, now: 
         return State("True", Reason.SCALED_TO_ZERO, "router is scaled to 0")
     if not seen.routers:
         return State("False", Reason.STARTING, "router: not made yet")
-    present = seen.router_of(role_revision(service, Component.ROUTER))
-    if present is None or wanted.router != present.revision:
-        return State("False", Reason.ROLLING_OUT, f"router: {_stays(wanted) or 'waits for new engines to serve'}")
-    return workload_state(present.fresh, count, now)
+    # What is come to: after a rollback, the one before.
+    goal = seen.router_of(wanted.router)
+    if goal is None or (wanted.router != role_revision(service, Component.ROUTER) and not wanted.failed):
+        return State("False", Reason.ROLLING_OUT, "router: waits for new engines to serve")
+    return workload_state(goal.fresh, count, now)
 
 
 def _stays(wanted: Plan) -> str:

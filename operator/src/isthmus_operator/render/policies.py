@@ -24,8 +24,11 @@ from .names import (
 )
 
 
-def disruption_budgets(service: InferenceService, components: tuple[Component, ...]) -> list[dict[str, Any]]:
-    """One budget per component: voluntary disruptions take one pod at a time."""
+def disruption_budgets(
+    service: InferenceService, components: tuple[Component, ...], *, answers: bool = True
+) -> list[dict[str, Any]]:
+    """One budget per component: voluntary disruptions take one pod at a time. Not `answers`: there is no engine, so that
+    routers, which are ready only when they know one, give nobody an answer, and may all go."""
     if service.spec.availability.pdb is Toggle.DISABLED:
         return []
     return [
@@ -34,7 +37,7 @@ def disruption_budgets(service: InferenceService, components: tuple[Component, .
             "kind": "PodDisruptionBudget",
             "metadata": metadata(service, child_name(service.name, component.value), component),
             "spec": {
-                "maxUnavailable": 1,
+                "maxUnavailable": "100%" if component is Component.ROUTER and not answers else 1,
                 # A pod that never became ready protects nobody, and must not block a node's drain.
                 "unhealthyPodEvictionPolicy": "AlwaysAllow",
                 "selector": {"matchLabels": selector(service, component)},

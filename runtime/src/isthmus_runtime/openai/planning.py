@@ -40,7 +40,7 @@ class Planning:
         # What a thread has begun cannot be ended: generations have others than what no engine is asked for.
         # Large ones have threads of their own, of which one client has one: a megabyte of digits takes seconds, in one
         # piece.
-        self._computing = ThreadsInTurns(1, "compute", _MOST_COMPUTING, _WAIT_TO_COMPUTE)
+        self._computing = ThreadsInTurns(1, "compute", _MOST_COMPUTING, _WAIT_TO_COMPUTE, pauses=True)
         self._computing_large = ThreadsInTurns(2, "compute-large", _MOST_COMPUTING, _WAIT_TO_COMPUTE, pauses=False)
         self._may_compute = Turns(_MOST_COMPUTING, _WAIT_TO_COMPUTE, 2)
         self._planners = ThreadsInTurns(
