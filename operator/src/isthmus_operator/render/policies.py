@@ -27,7 +27,7 @@ from .names import (
 def disruption_budgets(
     service: InferenceService, components: tuple[Component, ...], *, answers: bool = True
 ) -> list[dict[str, Any]]:
-    """One budget per component: voluntary disruptions take one pod at a time. Not `answers`: there is no engine, so that
+    """One per component: voluntary disruptions take one pod at a time. Not `answers`: there is no engine, so that
     routers, which are ready only when they know one, give nobody an answer, and may all go."""
     if service.spec.availability.pdb is Toggle.DISABLED:
         return []
