@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed
 
-from isthmus_kernels import cuda_library
+from isthmus_kernels import cuda_library, early_launch
 from isthmus_kernels.device import multiprocessors
 from isthmus_kernels.peer_sum.cuda_impl import (
     EMPTY,
@@ -155,6 +155,8 @@ def open_peer_sums(
         "ranks sum by memory of each other over NVLink, for which %d MiB of each GPU are taken",
         inbox_bytes(ranks.size, inboxes.blocks, room) >> 20,
     )
+    # A device waits for the link then, and products may begin to read meanwhile.
+    early_launch.switch(device, True)
     return PeerSums(over, inboxes, limit)
 
 
