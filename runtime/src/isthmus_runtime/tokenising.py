@@ -29,7 +29,7 @@ _THREADS = min(16, max(2, processors()))
 
 
 class Tokenising:
-    """Of one process. Belongs to one event loop."""
+    """Tokenises prompts in one process. Belongs to one event loop."""
 
     def __init__(
         self,

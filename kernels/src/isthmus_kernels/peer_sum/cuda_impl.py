@@ -19,7 +19,8 @@ _DTYPES = MappingProxyType({torch.bfloat16: 0, torch.float16: 1, torch.float32: 
 
 
 def inbox_bytes(ranks: int, blocks: int, room: int) -> int:
-    """Of one rank. `blocks`: thread blocks that take part, at most; `room`: bytes that one takes of another rank."""
+    """Bytes of one rank's inbox. `blocks`: thread blocks that take part, at most; `room`: bytes that one
+    takes of another rank."""
     return 2 * blocks * (ranks - 1) * room
 
 

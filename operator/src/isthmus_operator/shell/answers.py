@@ -58,7 +58,7 @@ _log = logging.getLogger(__name__)
 
 
 class Reader:
-    """Of all answers of one API server."""
+    """Reads all answers of one API server."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
@@ -253,7 +253,7 @@ def weight(text: str | bytes, begin: int = 0, end: int | None = None) -> int:
 
 
 def weight_of_dumped(text: str) -> int:
-    """The same of what `json.dumps` makes, which tells of such letters: with one beyond U+FFFF (an escape of two parts)
+    """`weight` of what `json.dumps` makes, which tells of such letters: with one beyond U+FFFF (an escape of two parts)
     each character of a text takes four bytes, with one beyond U+00FF two. As if all were one text."""
     more = 3 if _FAR.search(text) else 1 if _WIDE.search(text) else 0
     return weight(text) + more * len(text)

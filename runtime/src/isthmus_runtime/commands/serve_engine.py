@@ -30,7 +30,7 @@ from ..openai.tokenizer import Tokenizer
 from ..protocol.info import EngineInfo
 from ..serving.app import make_app
 from ..serving.in_flight import InFlight
-from ..serving.memory import MemoryGuard, let_go_of_large_blocks, share_heaps
+from ..serving.memory import MemoryGuard, map_large_blocks, share_heaps
 from ..serving.memory_use import find_limit
 from ..serving.server import check_port
 from ..structured.checker import Checker
@@ -54,7 +54,7 @@ def serve_engine(config: EngineConfig, process: EngineProcess | None) -> NoRetur
     if process is None:
         share_heaps()
     else:
-        let_go_of_large_blocks()
+        map_large_blocks()
     check_port(config.server.host, config.server.port)
     if config.server.metrics_port:
         check_port(config.server.host, config.server.metrics_port, "--metrics-port")

@@ -32,7 +32,7 @@ _M = TypeVar("_M")
 
 
 class Planning:
-    """Of one process, in turns of clients. Belongs to its event loop."""
+    """Plans the requests of one process, in turns of clients. Belongs to its event loop."""
 
     def __init__(self, memory: MemoryGuard) -> None:
         self._memory = memory

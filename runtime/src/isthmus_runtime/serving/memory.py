@@ -40,8 +40,8 @@ def give_back() -> None:
         _trim(0)
 
 
-def let_go_of_large_blocks() -> None:
-    """From now on what is large is a mapping of its own, which is gone when it is freed.
+def map_large_blocks() -> None:
+    """From now on allocate what is large as a mapping of its own, which is gone when it is freed.
 
     By itself glibc takes blocks of up to 32 MiB from its heaps once some were freed, and keeps as much as 64 MiB at the
     end of each: one for each thread, of which `give_back` gives back nothing. For processes that compute no model,
@@ -85,7 +85,7 @@ _trim = _find_trim()
 
 
 class MemoryGuard:
-    """Of one process. Belongs to its event loop."""
+    """Watches the memory of one process. Belongs to its event loop."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class MemoryGuard:
         self._trimming: Future[None] | None = None
 
     def start(self) -> None:
-        """What is there now is no request's. ConfigError: it is more than the limit."""
+        """Count what is there now as no request's. ConfigError: it is more than the limit."""
         if self._use is None:
             return
         self._last = self._use.read()
@@ -154,7 +154,7 @@ class MemoryGuard:
 
     @property
     def share(self) -> float:
-        """Of the memory that requests may take, how much they have, 0 to 1."""
+        """The share of the memory for requests that they have, 0 to 1."""
         return 0.0 if self._pressure is None else self._pressure.share
 
     @property
@@ -198,7 +198,7 @@ class MemoryGuard:
 
     @property
     def told(self) -> str:
-        """For probes."""
+        """The level in words, for probes."""
         return "unlimited" if self._use is None else self.level.name.lower()
 
     @property
@@ -216,7 +216,7 @@ class MemoryGuard:
         return self._pressure is not None and (works or self._clock() - self._looked >= _IDLE_LOOK_S)
 
     def came(self, size: int) -> bool:
-        """So many bytes of a body more are here. Whether memory is tight."""
+        """Note so many more bytes of a body. Whether memory is tight."""
         self._come += size
         if self._come >= LOOK_AFTER:
             self.look()
