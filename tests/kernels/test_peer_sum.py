@@ -46,6 +46,6 @@ def test_refusals(width: int, dtype: torch.dtype, reason: str | None) -> None:
 
 
 def test_the_call_is_packed_as_the_library_reads_it() -> None:
-    assert cuda_impl._CALL.size == 29 * 8 == struct.calcsize("29q")
+    assert cuda_impl._CALL.size == 30 * 8 == struct.calcsize("30q")
     assert cuda_impl.inbox_bytes(2, 132, 1 << 17) == 2 * 132 * 131072
     assert cuda_impl.inbox_bytes(8, 1, 16) == 2 * 7 * 16

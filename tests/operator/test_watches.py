@@ -177,6 +177,21 @@ def test_a_watch_that_tells_of_an_error_begins_anew(tmp_path: Path, code: int) -
     play(tmp_path, test)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [b'{"type":"ADDED","object":null}\n', b'{"type": "ADDED"}\n', b"{}\n", b"<html>no end", b'{"type":"ADDED","ob'],
+)
+def test_a_watch_that_tells_of_nothing_begins_anew(tmp_path: Path, line: bytes) -> None:
+    async def test(server: ScriptedCluster) -> None:
+        async with working(server, tmp_path) as one:
+            await until(lambda: server.watches == len(WATCHED))
+            server.put("pods", "unheard")
+            server.say("pods", line)
+            await until(lambda: "unheard" in names(one))
+
+    play(tmp_path, test)
+
+
 def test_while_a_page_of_html_comes_in_place_of_all_answers_the_lease_is_waited_for(tmp_path: Path) -> None:
     async def test(server: ScriptedCluster) -> None:
         async with working(server, tmp_path, replace(LEASE, deadline_s=0.5)) as one:

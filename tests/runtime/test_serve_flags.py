@@ -30,9 +30,9 @@ def problems(argv: list[str]) -> tuple[str, ...]:
         ([*UNIFIED, "--tensor-parallel-size", "0"], "--tensor-parallel-size", "1 to 64"),
         ([*UNIFIED, "--tensor-parallel-size", "2", "--executor", "fake"], "--tensor-parallel-size", "--executor fake"),
         (
-            [*UNIFIED, "--tensor-parallel-size", "2", "--deterministic", "on"],
+            [*UNIFIED, "--tensor-parallel-size", "3", "--deterministic", "on"],
             "--deterministic on",
-            "NCCL orders the sums",
+            "NCCL orders the sums of --tensor-parallel-size 3",
         ),
         ([*UNIFIED, "--quantization", "fp8", "--deterministic", "on"], "--deterministic on", "--quantization fp8"),
         (

@@ -2,9 +2,10 @@
 
 Run as a program. It calls the ops on small CPU tensors; each launch only compiles. One line a kernel: its name, the
 shared memory that it needs, and whether the compiler put arrays in local memory. The interpreter checks what kernels
-compute; this checks that they compile at all and fit the device.
+compute; this checks that they compile at all, fit the device, and wait where they are launched early.
 """
 
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
-from isthmus_kernels import batch_invariance
+from isthmus_kernels import batch_invariance, early_launch
 from isthmus_kernels.block_copy import triton_impl as block_copy
 from isthmus_kernels.embedding import triton_impl as embedding
 from isthmus_kernels.fp8_linear import triton_impl as fp8
@@ -30,6 +31,11 @@ from isthmus_kernels.testing import paged_case
 
 F32, BF16, E4M3 = torch.float32, torch.bfloat16, torch.float8_e4m3fn
 LIMIT = 227 << 10  # bytes of shared memory that one program may have
+WAIT = "griddepcontrol.wait"
+_NOT_BEFORE = re.compile(
+    r"^\s*(?:@!?%p\d+\s+)?(st\.global|atom|red\.|cp\.async|bra|brx|ret|exit|call)\b",
+    re.MULTILINE,
+)
 
 
 class Hopper:
@@ -115,6 +121,10 @@ def everything() -> None:
     silu.gelu_tanh_mul(some(16, 24_576))
     embedding.embedding(some(64, 4096), torch.zeros(16, dtype=torch.int32), out=some(16, 4096))
     block_copy.block_copy(some(32, 2, 2, 16, 8, 128), [1, 2], [3, 4])
+    for early in (True, False):
+        early_launch.switch(torch.device("cpu"), early)
+        for columns in (4096, 5120, 12_288, 1000):
+            linear.pack(some(128, columns), None, BF16).apply(some(1, columns), None)
     # A weight with more outputs goes to cuBLAS from two rows on.
     for rows, outputs in ((1, 512), (4, 128)):
         linear.pack(some(outputs, 4096), None, BF16).apply(some(rows, 4096), None)
@@ -150,8 +160,18 @@ def everything() -> None:
     moe.moe(some(16, 2048), weights, experts, gate_up, down)
 
 
+def rules_broken(ptx: str, early: bool) -> list[str]:
+    """What a compiled kernel does against `isthmus_kernels.early_launch`: it waits in every program exactly where it is
+    launched early, and neither writes nor leaves before. What it reads before, tests/gpu/test_early_launch.py tells."""
+    if early != (WAIT in ptx):
+        return ["is launched early and never waits" if early else "waits for nothing"]
+    body = re.sub(r"//.*", "", ptx[ptx.index("{") :])
+    return [f"{what} before the wait" for what in _NOT_BEFORE.findall(body[: body.index(WAIT)])] if early else []
+
+
 def main() -> int:
     compiled: dict[int, Any] = {}
+    wrong: list[str] = []
     run: Callable[..., Any] = jit.JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
@@ -160,12 +180,15 @@ def main() -> int:
             compiled[id(kernel)] = kernel
             over = " TOO MUCH" if kernel.metadata.shared > LIMIT else ""
             print(f"{self.fn.__name__}: {kernel.metadata.shared} bytes of shared memory{over}", flush=True)
+            broken = rules_broken(kernel.asm["ptx"], kernel.metadata.launch_pdl)
+            wrong.extend(f"{self.fn.__name__} {what}" for what in broken)
         return kernel
 
     jit.JITFunction.run = compile_only
     driver.set_active(Hopper())
     everything()
-    return 1 if any(kernel.metadata.shared > LIMIT for kernel in compiled.values()) else 0
+    print(*wrong, sep="\n")
+    return 1 if wrong or any(kernel.metadata.shared > LIMIT for kernel in compiled.values()) else 0
 
 
 if __name__ == "__main__":

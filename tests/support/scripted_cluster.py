@@ -117,6 +117,19 @@ class ScriptedCluster:
         """Of a change, whoever watches."""
         self._there(self._tell(plural, event, body))
 
+    def say(self, plural: str, line: bytes) -> None:
+        """To whoever watches, and end it."""
+        self._there(self._say(plural, line))
+
+    async def _say(self, plural: str, line: bytes) -> None:
+        for response, (watched, request) in list(self._watches.items()):
+            if watched == plural:
+                await response.write(line)
+                await response.write_eof()
+                assert request.transport is not None
+                request.transport.close()
+                self._watches.pop(response)
+
     def fail(self, plural: str, code: int) -> None:
         """Its watches, by an event, as where etcd has lost its leader."""
         self._there(self._tell(plural, "ERROR", {"kind": "Status", "code": code, "message": "no leader"}))

@@ -21,7 +21,7 @@ def absolute(host: str, resolv_conf: Path = RESOLV_CONF) -> str:
 
 
 def absolute_address(address: str, resolv_conf: Path = RESOLV_CONF) -> str:
-    """The same for host:port."""
+    """`absolute` for host:port."""
     host, colon, port = address.rpartition(":")
     return f"{absolute(host, resolv_conf)}{colon}{port}" if colon else address
 

@@ -199,7 +199,7 @@ class GenerateRequest:
 
     @property
     def whose(self) -> str:
-        """The same; a salt where nothing better is known."""
+        """The client, or a salt where nothing better is known."""
         return self.client or self.cache_salt
 
 

@@ -79,7 +79,14 @@ def build_serve_parser() -> argparse.ArgumentParser:
     p.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     p.add_argument("--model", required=True, help="directory with config.json, safetensors and tokenizer.json")
     p.add_argument("--served-model-name", action="append", default=[], help="repeatable; default: directory name")
-    engine = p.add_argument_group("engine (prefill, decode, unified)")
+    _add_engine_flags(p.add_argument_group("engine (prefill, decode, unified)"))
+    _add_transfer_flags(p.add_argument_group("transfer"))
+    _add_chat_flags(p.add_argument_group("chat (unified, router)"))
+    _add_router_flags(p.add_argument_group("router"))
+    return p
+
+
+def _add_engine_flags(engine: argparse._ArgumentGroup) -> None:
     engine.add_argument("--executor", default="torch", choices=["torch", "fake"])
     engine.add_argument(
         "--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: a usable GPU, else CPU"
@@ -119,7 +126,9 @@ def build_serve_parser() -> argparse.ArgumentParser:
     engine.add_argument("--num-blocks-override", default="")
     engine.add_argument("--no-prefix-caching", action="store_true")
     engine.add_argument("--kv-layout", default="block-major", choices=["block-major", "layer-major"])
-    transfer = p.add_argument_group("transfer")
+
+
+def _add_transfer_flags(transfer: argparse._ArgumentGroup) -> None:
     transfer.add_argument("--transfer-mode", default="none", choices=["none", "direct", "store"])
     transfer.add_argument("--transfer-transport", default="auto", choices=["auto", "rdma", "nvlink", "tcp"])
     transfer.add_argument("--transfer-fallback", default="deny", choices=["deny", "allow-tcp"])
@@ -133,7 +142,9 @@ def build_serve_parser() -> argparse.ArgumentParser:
     transfer.add_argument("--store-segment-size", default="1Gi")
     transfer.add_argument("--store-replicas", default="1")
     transfer.add_argument("--store-secret-file", default="", help="the service's secret: salts names, seals values")
-    chat = p.add_argument_group("chat (unified, router)")
+
+
+def _add_chat_flags(chat: argparse._ArgumentGroup) -> None:
     chat.add_argument(
         "--control-tokens",
         default="request",
@@ -149,7 +160,9 @@ def build_serve_parser() -> argparse.ArgumentParser:
     tool_formats = ["auto", "hermes", "llama3", "mistral", "json"]
     chat.add_argument("--tool-format", default="auto", choices=tool_formats, help="auto: as the chat template shows")
     chat.add_argument("--reasoning", default="auto", choices=["auto", "think", "none"], help="splits <think> off")
-    router = p.add_argument_group("router")
+
+
+def _add_router_flags(router: argparse._ArgumentGroup) -> None:
     router.add_argument("--prefill", default="", help="comma-separated host:port; a host may resolve to many pods")
     router.add_argument("--decode", default="")
     router.add_argument("--worker", default="", help="unified engines")
@@ -167,7 +180,6 @@ def build_serve_parser() -> argparse.ArgumentParser:
     add_router_lora_flags(router)
     router.add_argument("--cors-origins", default="", help="comma-separated; web pages that may call the API, or *")
     router.add_argument("--page", default="on", choices=["on", "off"], help="a chat and the service's state at /")
-    return p
 
 
 def parse_serve(argv: Sequence[str]) -> EngineConfig | RouterConfig:
@@ -264,51 +276,10 @@ def _router(
 def _engine(
     args: argparse.Namespace, read: FlagReader, role: Role, server: ServerConfig, model: ModelConfig, chat: ChatConfig
 ) -> EngineConfig:
-    transfer = TransferConfig(
-        mode=args.transfer_mode,
-        transport=args.transfer_transport,
-        fallback=args.transfer_fallback,
-        timeout_s=read.duration("transfer_timeout"),
-        on_failure=OnFailure(args.transfer_on_failure),
-        host=args.transfer_host or pod_ip() or server.host,
-        verify_crc=args.transfer_crc,
-        store=StoreConfig(
-            master=args.store_master,
-            segment_bytes=read.size("store_segment_size"),
-            replicas=read.integer("store_replicas", 1),
-            secret_file=args.store_secret_file,
-        ),
-    )
-    if transfer.mode == "store" and not transfer.store.master:
-        read.problems.append("--transfer-mode store needs --store-master host:port of a mooncake_master")
-    if role is not Role.UNIFIED and transfer.mode == "none":
-        read.problems.append(f"--role {role.value} needs --transfer-mode direct or store")
-    if role is not Role.UNIFIED and args.task in ("embed", "score"):
-        read.problems.append(
-            f"--task {args.task} does not go with --role {role.value}: a prompt that ends where it is computed has no "
-            "KV to hand over; use --role unified"
-        )
+    transfer = _transfer(args, read, role, server)
     speculative = read.integer("speculative_tokens", 1, 64)
     ranks = read.integer("tensor_parallel_size", 1, 64)
-    if (args.speculative_method == "model") != bool(args.speculative_model):
-        read.problems.append(
-            "--speculative-method model and --speculative-model PATH go together: give both or neither"
-        )
-    against = {"--role prefill": role is Role.PREFILL, "--executor fake": args.executor == "fake"}
-    against[f"--tensor-parallel-size {ranks}"] = ranks > 1
-    if args.speculative_model:
-        read.problems += [f"--speculative-model does not go with {flag}" for flag, given in against.items() if given]
-    if ranks > 1 and transfer.mode != "none":
-        read.problems.append(
-            f"--tensor-parallel-size {ranks} does not go with --transfer-mode {transfer.mode}: only the first rank's "
-            "KV would move; use --role unified without a transfer, or 1"
-        )
-    if ranks > 1 and model.deterministic:
-        read.problems.append(
-            f"--deterministic on: NCCL orders the sums of --tensor-parallel-size {ranks}; leave one out"
-        )
-    if ranks > 1 and args.executor == "fake":
-        read.problems.append(f"--tensor-parallel-size {ranks} does not go with --executor fake, which has no ranks")
+    _refuse_together(args, read, role, ranks, transfer, model)
     lora, problems = read_lora(args, model.served_names)
     read.problems += problems
     override = read.integer("num_blocks_override", 1) if args.num_blocks_override else None
@@ -341,3 +312,56 @@ def _engine(
         draft_model=args.speculative_model,
         executor=args.executor,
     )
+
+
+def _transfer(args: argparse.Namespace, read: FlagReader, role: Role, server: ServerConfig) -> TransferConfig:
+    transfer = TransferConfig(
+        mode=args.transfer_mode,
+        transport=args.transfer_transport,
+        fallback=args.transfer_fallback,
+        timeout_s=read.duration("transfer_timeout"),
+        on_failure=OnFailure(args.transfer_on_failure),
+        host=args.transfer_host or pod_ip() or server.host,
+        verify_crc=args.transfer_crc,
+        store=StoreConfig(
+            master=args.store_master,
+            segment_bytes=read.size("store_segment_size"),
+            replicas=read.integer("store_replicas", 1),
+            secret_file=args.store_secret_file,
+        ),
+    )
+    if transfer.mode == "store" and not transfer.store.master:
+        read.problems.append("--transfer-mode store needs --store-master host:port of a mooncake_master")
+    if role is not Role.UNIFIED and transfer.mode == "none":
+        read.problems.append(f"--role {role.value} needs --transfer-mode direct or store")
+    return transfer
+
+
+def _refuse_together(
+    args: argparse.Namespace, read: FlagReader, role: Role, ranks: int, transfer: TransferConfig, model: ModelConfig
+) -> None:
+    """A problem for each pair of settings of an engine that exclude each other."""
+    if role is not Role.UNIFIED and args.task in ("embed", "score"):
+        read.problems.append(
+            f"--task {args.task} does not go with --role {role.value}: a prompt that ends where it is computed has no "
+            "KV to hand over; use --role unified"
+        )
+    if (args.speculative_method == "model") != bool(args.speculative_model):
+        read.problems.append(
+            "--speculative-method model and --speculative-model PATH go together: give both or neither"
+        )
+    against = {"--role prefill": role is Role.PREFILL, "--executor fake": args.executor == "fake"}
+    against[f"--tensor-parallel-size {ranks}"] = ranks > 1
+    if args.speculative_model:
+        read.problems += [f"--speculative-model does not go with {flag}" for flag, given in against.items() if given]
+    if ranks > 1 and transfer.mode != "none":
+        read.problems.append(
+            f"--tensor-parallel-size {ranks} does not go with --transfer-mode {transfer.mode}: only the first rank's "
+            "KV would move; use --role unified without a transfer, or 1"
+        )
+    if ranks > 2 and model.deterministic:  # of two summands there is one sum, whoever makes it
+        read.problems.append(
+            f"--deterministic on: NCCL orders the sums of --tensor-parallel-size {ranks}; 2 at most go with it"
+        )
+    if ranks > 1 and args.executor == "fake":
+        read.problems.append(f"--tensor-parallel-size {ranks} does not go with --executor fake, which has no ranks")

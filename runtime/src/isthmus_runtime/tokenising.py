@@ -29,7 +29,7 @@ _THREADS = min(16, max(2, processors()))
 
 
 class Tokenising:
-    """Of one process. Belongs to one event loop."""
+    """Tokenises prompts in one process. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -46,6 +46,11 @@ class Tokenising:
             _THREADS, "tokenise", _MOST_WAITING, "prompts wait to be tokenised", one_by_one=one_by_one
         )
         self._reserve = Reserve(most, _MOST_WAITING, "large prompts wait to be tokenised", self._threads)
+
+    @property
+    def set_aside(self) -> int:
+        """Bytes that texts on their way may take at present. From any thread."""
+        return self._reserve.used
 
     async def by_ids(self, request: GenerateRequest) -> GenerateRequest:
         """`request`, whose prompt is text, by ids, with what is left of its time.

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import json
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny_config import CONFIG
 
 from isthmus_kernels import batch_invariance, native
 from isthmus_kernels.device import scratch
+from isthmus_runtime.config import ModelConfig
 from isthmus_runtime.errors import ConfigError
 from isthmus_runtime.executor.device import cuda
 from isthmus_runtime.executor.device.cpu import CpuDevice
 from isthmus_runtime.executor.device.cuda import CudaDevice
 from isthmus_runtime.executor.device.select import open_device
+from isthmus_runtime.executor.loading import load
 
 NO_DRIVER = "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU\nand more"
 OLD_DRIVER = "The NVIDIA driver on your system is too old (found version 11040). Please update"
@@ -197,3 +202,14 @@ def test_a_cpu_without_compiled_kernels_computes_no_rows_alike(monkeypatch: pyte
     assert isinstance(open_device("cpu", threads=1), CpuDevice)
     with pytest.raises(ConfigError, match=r"--deterministic on: .* the compiled CPU kernels are missing"):
         open_device("cpu", threads=1, deterministic=True)
+
+
+class _Gpu(CpuDevice):
+    name = "cuda:0"
+    torch_device = torch.device("cuda:0")
+
+
+def test_no_model_is_loaded_as_deterministic_onto_a_gpu_that_was_not_told(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    with pytest.raises(AssertionError, match="cuda:0 was not opened as deterministic"):
+        load(ModelConfig(path=str(tmp_path), deterministic=True), device=_Gpu())

@@ -344,6 +344,30 @@ def test_control_tokens_may_be_longer_than_the_stack_is_deep():
     assert control.found_in(f"x {long}b|> y") and control.found_in("<|") and not control.found_in("a" * 6000)
 
 
+def test_much_that_a_template_makes_of_little_is_not_tokenised_on_the_event_loop(monkeypatch):
+    """A chat of 1 KB waited there for a process behind the texts of others."""
+    indented = "{% for t in tools %}{{ t | tojson(indent=4) }}{% endfor %}"
+    tokenizer = Tokenizer(
+        byte_level(CHATML_TOKENS, []),
+        config={},
+        eos_token_ids=(),
+        vocab_size=999,
+        chat_template=indented,
+        defaults=SamplingOptions(),
+    )
+    monkeypatch.setattr(tokenizer, "_ids", lambda *_, **__: pytest.fail("it is long"))
+    parameters = [1] * 60
+    for _ in range(90):
+        parameters = [parameters]
+    for count in (1, 40):  # as long as may be rendered, and longer
+        made = Conversation(messages=[{"role": "user", "content": "b"}], tools=[{"x": parameters}] * count)
+        with pytest.raises(NeedsThread):
+            tokenizer.chat(made, briefly=True)
+    monkeypatch.undo()
+    short = Conversation(messages=[{"role": "user", "content": "b"}], tools=[{"x": 1}])
+    assert tokenizer.chat(short, briefly=True).ids == tokenizer.chat(short).ids
+
+
 def test_a_long_text_is_not_normalised_to_be_looked_at(monkeypatch):
     """One of 14 MB took a gigabyte, and nothing else ran meanwhile."""
     seen = []

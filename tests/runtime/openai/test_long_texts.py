@@ -15,14 +15,16 @@ from small_bpe import byte_level_bpe
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, normalizers, processors, trainers
 
-from isthmus_runtime.errors import Cancelled, InvalidRequest, Overloaded
+from isthmus_runtime.errors import Cancelled, InvalidRequest, MemoryShort, Overloaded
 from isthmus_runtime.openai import long_texts as module
 from isthmus_runtime.openai import tokenizer as tokenizer_module
 from isthmus_runtime.openai.chat import Conversation
 from isthmus_runtime.openai.long_texts import LongTexts, _Line
+from isthmus_runtime.openai.planning import Planning
 from isthmus_runtime.openai.tokenizer import Tokenizer, TooManyTokens
 from isthmus_runtime.request import SamplingOptions
-from isthmus_runtime.sharing.threads_in_turns import ThreadsInTurns
+from isthmus_runtime.serving.memory import MemoryGuard
+from isthmus_runtime.sharing.threads_in_turns import ThreadsInTurns, away
 
 DEADLINE_S = 60.0
 CORPUS = ["the quick brown fox", "12 34 56", "中文字", "größer als é"]
@@ -145,17 +147,38 @@ def test_what_a_prompt_has_around_it_is_there() -> None:
     texts.close()
 
 
-def test_what_takes_more_memory_than_there_is_ends_alone(texts: LongTexts) -> None:
+def test_what_takes_more_memory_than_there_is_ends_alone(texts: LongTexts, monkeypatch: pytest.MonkeyPatch) -> None:
     """One letter is three after NFC, of four bytes each: 4 KB, packed, took 1.2 GB of a router of 1 GiB."""
-    texts.room = lambda: 32 << 20
+    monkeypatch.setattr(texts.memory, "take_elsewhere", lambda: 32 << 20)
     assert texts.encode("fox")[0] == len(LIBRARY.encode("fox").ids)
     first = pid(texts)
     for _ in range(3):
         with pytest.raises(InvalidRequest, match=r"262000 characters.* takes more than 32 MiB .*--memory-limit"):
             texts.encode("\U0001d160" * 262_000)
-    texts.room = lambda: None
+    monkeypatch.undo()
     assert texts.encode("fox" * 9000)[0] == len(LIBRARY.encode("fox" * 9000).ids)
     assert pid(texts) == first
+
+
+def test_a_text_waits_for_memory_and_is_refused_where_it_does_not_come(
+    texts: LongTexts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[int | None] = []
+
+    def take() -> int | None:
+        tries.append(len(tries))
+        if len(tries) < 3:
+            raise MemoryShort("memory: short")
+        return None
+
+    monkeypatch.setattr(texts.memory, "take_elsewhere", take)
+    assert texts.encode("fox")[0] > 0 and len(tries) == 3
+    monkeypatch.setattr(module, "_MEMORY_S", 0.0)
+    tries.clear()
+    with pytest.raises(MemoryShort):
+        texts.encode("fox")
+    tries.extend([None] * 3)
+    assert texts.encode("fox")[0] > 0
 
 
 def test_what_takes_a_processor_too_long_ends_alone(texts: LongTexts, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +194,8 @@ def test_what_takes_a_processor_too_long_ends_alone(texts: LongTexts, monkeypatc
 def test_a_text_that_nobody_waits_for_is_ended_and_others_have_its_thread_meanwhile(
     texts: LongTexts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MOST_S", 600.0)
+    for name in ("MOST_S", "_SHORT_S"):
+        monkeypatch.setattr(module, name, 600.0)
 
     texts.encode("the", by=1)
     first = pid(texts)
@@ -193,6 +217,30 @@ def test_a_text_that_nobody_waits_for_is_ended_and_others_have_its_thread_meanwh
 
     asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
     assert pid(texts) == first
+
+
+def test_small_texts_that_are_counted_do_not_wait_for_the_process() -> None:
+    """Such a text of 55 KB held the one thread for them while it waited in the line of others: 5 s each time."""
+
+    async def main() -> None:
+        planning, begun, go = Planning(MemoryGuard()), threading.Event(), threading.Event()
+
+        def long(body: bytes) -> bytes:
+            with away():
+                begun.set()
+                assert go.wait(DEADLINE_S)
+            return body
+
+        one = asyncio.create_task(planning.alone("a", long, b"x" * 55_000))
+        assert await asyncio.to_thread(begun.wait, DEADLINE_S)
+        assert await planning.alone("b", bytes.upper, b"small") == b"SMALL"
+        again = asyncio.create_task(planning.alone("a", bytes.upper, b"one client has one at a time"))
+        await asyncio.sleep(0)
+        go.set()
+        assert await one == b"x" * 55_000
+        assert await again == b"ONE CLIENT HAS ONE AT A TIME"
+
+    asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
 
 
 def test_one_that_ends_is_started_anew(texts: LongTexts) -> None:
@@ -222,7 +270,8 @@ def test_it_ends_with_whom_it_works_for_and_holds_nothing_of_it_open() -> None:
 
 
 def test_one_that_is_killed_says_so(texts: LongTexts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_S", 600.0)
+    for name in ("MOST_S", "_SHORT_S"):
+        monkeypatch.setattr(module, name, 600.0)
 
     def kill() -> None:
         parent = pid(texts)
@@ -255,20 +304,23 @@ def test_what_cannot_start_is_told(texts: LongTexts, monkeypatch: pytest.MonkeyP
     assert texts.encode("fox")[0] > 0
 
 
-def test_clients_have_turns_in_a_circle() -> None:
-    line, order, inside = _Line(), [], threading.Event()
+def test_who_has_taken_least_is_next() -> None:
+    now = [0.0]
+    line, order, pause = _Line(lambda: now[0]), [], threading.Event()
 
     def wait(who: str, number: int) -> None:
         with line.turn(who, lambda: None):
             order.append((who, number))
+            now[0] += 9.0 if who == "long" else 0.1
 
-    with line.turn("first", lambda: None):
+    with line.turn("long", lambda: None):
+        now[0] += 9.0
         threads = []
-        for who, number in [("a", 1), ("a", 2), ("a", 3), ("b", 1), ("c", 1), ("b", 2)]:
+        for who, number in [("long", 1), ("long", 2), ("a", 1), ("a", 2), ("b", 1), ("c", 1), ("b", 2)]:
             threads.append(threading.Thread(target=wait, args=(who, number)))
             threads[-1].start()
             while sum(map(len, line._waiting.values())) < len(threads):
-                inside.wait(0.001)
+                pause.wait(0.001)
 
         def leave() -> None:
             raise Cancelled("gone")
@@ -277,5 +329,9 @@ def test_clients_have_turns_in_a_circle() -> None:
             pass
     for thread in threads:
         thread.join(DEADLINE_S)
-    assert order == [("a", 1), ("b", 1), ("c", 1), ("a", 2), ("b", 2), ("a", 3)]
-    assert not line._waiting and line._has is None
+    assert order == [("a", 1), ("b", 1), ("c", 1), ("a", 2), ("b", 2), ("long", 1), ("long", 2)]
+    assert not line._waiting and line._has is None and "d" not in line._taken
+    now[0] += 1000.0
+    with line.turn("e", lambda: None):
+        pass
+    assert not line._taken, "nobody is remembered for ever"

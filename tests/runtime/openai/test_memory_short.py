@@ -261,21 +261,44 @@ def test_before_a_large_plan_what_it_may_take_is_there_or_it_is_refused(run, mon
     run(main())
 
 
-def test_what_another_process_may_take_is_there_or_its_text_is_refused() -> None:
-    guard = MemoryGuard(Meter())
-    assert guard.room_elsewhere() is None
-    guard.start()
-    assert guard.room is not None
-    most = guard.room_elsewhere()
-    assert most == guard.room // 4 and guard._use is not None
-    guard._use.used = GIB - most
-    guard.look()
-    assert guard.room_elsewhere() == most
-    guard._use.used += 1
-    guard.look()
-    with pytest.raises(MemoryShort, match=f"1024 MiB are used, and {most >> 20} MiB are needed beside it"):
-        guard.room_elsewhere()
-    guard.close()
+def test_what_another_process_may_take_is_there_beside_plans_or_its_text_is_refused(run) -> None:
+    """Each was held against what was free, and not against the other: a chat of 15.9 MB and a text of digits."""
+
+    async def main() -> None:
+        guard = MemoryGuard(Meter())
+        assert guard.take_elsewhere() is None
+        guard.start()
+        planning, may_end = Planning(guard), threading.Event()
+        assert guard.room is not None and guard._use is not None
+        most = guard.room // 4
+        guard._use.used = GIB - most
+        guard.look()
+        assert guard.take_elsewhere() == most
+        guard.give_back_elsewhere()
+        guard._use.used += 1
+        guard.look()
+        with pytest.raises(MemoryShort, match=f"1024 MiB are used, and {most >> 20} MiB are needed beside it"):
+            guard.take_elsewhere()
+        # A plan, and then a text beside it.
+        size = 7_500_000
+        takes = planning_takes(size)
+        guard._use.used = GIB - most - takes + 1
+        guard.look()
+        plan = asyncio.create_task(planning.long("a", lambda body: may_end.wait(20), bytes(size)))
+        await until(lambda: planning._small.used + planning._large.used == takes)
+        with pytest.raises(MemoryShort):
+            guard.take_elsewhere()
+        may_end.set()
+        await plan
+        assert guard.take_elsewhere() == most
+        # A text, and then a plan beside it.
+        with pytest.raises(MemoryShort, match="on its way"):
+            await planning.long("a", len, bytes(size))
+        guard.give_back_elsewhere()
+        assert await planning.long("a", len, bytes(size)) == size
+        guard.close()
+
+    run(main())
 
 
 @pytest.mark.parametrize(("size", "counts"), [(1 << 16, False), (1 << 19, True)])

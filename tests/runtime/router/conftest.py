@@ -28,7 +28,7 @@ from isthmus_runtime.protocol.lines import reserved_line, sent_line, token_line
 from isthmus_runtime.protocol.request import CLIENT_HEADER
 from isthmus_runtime.protocol.ticket import Ticket
 from isthmus_runtime.request import FinishReason, GenerateRequest, SamplingParams, TokenChunk
-from isthmus_runtime.router.app import make_router
+from isthmus_runtime.router.app import Router
 from isthmus_runtime.serving.app import make_app
 from isthmus_runtime.serving.call import error_answer
 from isthmus_runtime.serving.in_flight import InFlight
@@ -340,7 +340,7 @@ def rig():
             )
             registry = CollectorRegistry()
             extra = {} if resolve is None else {"resolve": resolve}
-            router = make_router(config, registry, InFlight(), tokenizer=tokenizer, **extra)
+            router = Router(config, registry, InFlight(), tokenizer=tokenizer, **extra)
             router.backend._gap_s = gap_s
             if dead_after_s is not None:
                 router.pool._dead_after = dead_after_s

@@ -181,7 +181,7 @@ def test_nothing_of_a_request_that_failed_waits_for_the_collector(rig, run, kit,
                     task.cancel()
                 await asyncio.wait([task])
                 del task
-                await until(lambda: not any(isinstance(one, Attempt) for one in gc.get_objects()))
+                await until(lambda: not any(type(one) is Attempt for one in gc.get_objects()))
             finally:
                 gc.enable()
             never.set()
@@ -198,4 +198,5 @@ async def until(found):
 
 
 def _is_full(one: object) -> bool:
-    return isinstance(one, Exchange) and one._paused
+    # Others may be odd: a class of torch.distributed warns where it is asked for its own.
+    return type(one) is Exchange and one._paused

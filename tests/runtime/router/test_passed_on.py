@@ -33,7 +33,7 @@ from isthmus_runtime.openai.tokenizer import Tokenizer
 from isthmus_runtime.protocol.info import EngineInfo, KvInfo, TransferInfo
 from isthmus_runtime.protocol.request import CLIENT_HEADER
 from isthmus_runtime.request import GenerateRequest, PromptText, SamplingOptions, SamplingParams
-from isthmus_runtime.router.app import make_router
+from isthmus_runtime.router.app import Router
 from isthmus_runtime.router.passed_on import OwnTokenizer
 from isthmus_runtime.serving.app import make_app
 from isthmus_runtime.serving.in_flight import InFlight
@@ -367,7 +367,7 @@ async def ways(tokenizer):
                 discovery_interval_s=0.05,
             )
             registry = CollectorRegistry()
-            router = make_router(config, registry, InFlight(), tokenizer=own)
+            router = Router(config, registry, InFlight(), tokenizer=own)
             app = make_app("router", bodies=BODIES, lifespan=router.lifespan)
             add_openai_routes(
                 app,

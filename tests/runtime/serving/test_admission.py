@@ -80,7 +80,7 @@ def test_bodies_never_exceed_their_budget_while_one_can_give_way(most, known, st
             held.pop(name, None)
             arriving.discard(name)
         elif step == "let go":
-            budget.let_go(name, size)
+            budget.release_part(name, size)
             if size < held.get(name, 0):
                 held[name] -= size
             else:

@@ -392,7 +392,7 @@ _THREADS_WITH_TEXTS = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
-from isthmus_runtime.serving.memory import give_back, let_go_of_large_blocks, share_heaps
+from isthmus_runtime.serving.memory import give_back, map_large_blocks, share_heaps
 from isthmus_runtime.serving.memory_use import find_limit
 
 def plan(number):
@@ -402,7 +402,7 @@ def plan(number):
         del text
 
 if sys.argv[1] == "let go":
-    let_go_of_large_blocks()
+    map_large_blocks()
 if sys.argv[1] == "share":
     share_heaps()
 use = find_limit(1 << 40, log=print)

@@ -52,12 +52,12 @@ def test_where_there_is_no_room_the_largest_of_the_client_that_has_most_ends() -
 
 def test_what_is_small_is_not_counted() -> None:
     budget = Budget(40, 10, "things", 3)
-    with budget.holding(30, "a"), budget.holding(10, "b") as let_go:
+    with budget.holding(30, "a"), budget.holding(10, "b") as release:
         with budget.holding(3, "c"):
             assert budget.held == 40
         with pytest.raises(Overloaded, match="4 things"), budget.holding(4, "c"):
             pass
-        let_go()
+        release()
         with budget.holding(4, "c"):
             assert budget.held == 34
     assert budget.held == 0

@@ -441,7 +441,7 @@ def test_grammars_of_requests_that_wait_are_bounded(model: Path, monkeypatch: py
 
 def test_who_gives_way_counts_until_gone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     grammars = bounded(model, monkeypatch, 2)
-    monkeypatch.setattr(module, "_LET_GO_S", 0.0)
+    monkeypatch.setattr(module, "_RELEASE_S", 0.0)
     guide = grammars.guide(Structure("regex", "(a|b)" * 100), "many")
     guide._using.acquire()  # as a mask that takes long
     with pytest.raises(Overloaded, match="what gives way for it is still in use") as caught:

@@ -96,11 +96,11 @@ class TiledWeight:
         return True
 
     def apply_add_rms_norm(self, x: Tensor, residual: Tensor, norm: Tensor, eps: float, out: Tensor) -> bool:
-        """As in `SkinnyWeight`."""
+        """See `SkinnyWeight`."""
         return self.skinny.apply_add_rms_norm(x, residual, norm, eps, out)
 
     def apply_parts(self, x: Tensor) -> Tensor | None:
-        """As in `SkinnyWeight`."""
+        """See `SkinnyWeight`."""
         return self.skinny.apply_parts(x)
 
     def outputs_from(self, first: int) -> "TiledWeight":

@@ -6,8 +6,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from isthmus_kernels import batch_invariance
+from isthmus_kernels import batch_invariance, early_launch
 from isthmus_kernels.device import multiprocessors, power_of_two, scratch, shared_memory
 from isthmus_kernels.linear import torch_impl, triton_invariant
 from isthmus_kernels.linear.torch_impl import PlainWeight
@@ -38,19 +39,32 @@ def _one_row(
     PIECES: tl.constexpr,
     EVEN: tl.constexpr,
     BIAS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     real = output < outputs
     source = weight + output.to(tl.int64)[:, None] * weight_row
     acc = tl.zeros([OUTPUTS, PIECE], tl.float32)
+    if EARLY:
+        gdc_launch_dependents()
+        column = tl.arange(0, PIECE)
+        if EVEN:
+            first = tl.load(source + column[None, :], mask=real[:, None], other=0.0)
+        else:
+            first = tl.load(source + column[None, :], mask=real[:, None] & (column < columns)[None, :], other=0.0)
+        gdc_wait()
     # Unrolled: a loop costs up to 7%, even where it has one turn (runtime/bench/LOG.md).
     for piece in tl.static_range(PIECES):
         column = piece * PIECE + tl.arange(0, PIECE)
         if EVEN:
             value = tl.load(x + column)
-            factor = tl.load(source + column[None, :], mask=real[:, None], other=0.0)
         else:
             value = tl.load(x + column, mask=column < columns, other=0.0)
+        if EARLY and piece == 0:
+            factor = first
+        elif EVEN:
+            factor = tl.load(source + column[None, :], mask=real[:, None], other=0.0)
+        else:
             factor = tl.load(source + column[None, :], mask=real[:, None] & (column < columns)[None, :], other=0.0)
         acc += factor.to(tl.float32) * value.to(tl.float32)[None, :]
     result = tl.sum(acc, axis=1)
@@ -143,6 +157,7 @@ def multiply_one(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
     """Write ``x @ weight.T + bias`` of one row by scalar products: every thread streams its share of the weight."""
     outputs, columns = weight.shape
     group, piece, warps = one_row_form(columns)
+    early = early_launch.allowed(x.device)
     _one_row[(triton.cdiv(outputs, group),)](
         out,
         x,
@@ -156,7 +171,9 @@ def multiply_one(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
         PIECES=triton.cdiv(columns, piece),
         EVEN=columns % piece == 0,
         BIAS=bias is not None,
+        EARLY=early,
         num_warps=warps,
+        launch_pdl=early,
     )
 
 

@@ -46,7 +46,7 @@ class Keys(NamedTuple):
 
     @property
     def described(self) -> str:
-        """For people."""
+        """What is allowed, in words."""
         if self.only:
             return f"keys that begin with {', '.join(self.only)}"
         return f"keys without a prefix, but for {', '.join(self.never)}"

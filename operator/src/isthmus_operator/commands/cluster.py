@@ -81,7 +81,7 @@ def blocking(body: Object) -> dict[str, str]:
 
 
 def explain_text(body: Object, cause: dict[str, str]) -> str:
-    """For people."""
+    """The causes as text."""
     name = body["metadata"]["name"]
     if cause["reason"] == Reason.ALL_READY:
         return f"{name} is ready: {(body.get('status') or {}).get('url', '')}\n"
@@ -89,7 +89,7 @@ def explain_text(body: Object, cause: dict[str, str]) -> str:
 
 
 def status_text(body: Object) -> str:
-    """For people: counts, transfer, and every condition."""
+    """A status as text: counts, transfer, and every condition."""
     status = body.get("status") or {}
     transfer = status.get("transfer") or {}
     lines = [f"{body['metadata']['namespace']}/{body['metadata']['name']}  {status.get('url', '')}"]

@@ -14,11 +14,11 @@ class OneLine(logging.Formatter):
     """Messages in one line, and tracebacks set in, so that no line of them begins like a record."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """Of `logging`."""
+        """Overrides `logging`'s."""
         record.message = one_line(shortened(record.message, _MOST))
         return super().formatMessage(record)
 
     def formatException(self, ei: object) -> str:
-        """Of `logging`."""
+        """Overrides `logging`'s."""
         lines = super().formatException(ei).splitlines()  # type: ignore[arg-type]
         return "\n".join(f"    {one_line(shortened(line))}" for line in lines)

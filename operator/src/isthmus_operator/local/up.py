@@ -102,7 +102,7 @@ def find_program(name: str) -> str | None:
 
 
 def ready_text(service: InferenceService, url: str) -> str:
-    """What a person needs next."""
+    """What to do next, for the terminal."""
     body = json.dumps(
         {
             "model": service.served_names[0],

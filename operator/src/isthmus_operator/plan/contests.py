@@ -32,7 +32,7 @@ class _Contest:
 
 
 class Contests:
-    """Of all services. Times are seconds on one clock. A new process begins with none."""
+    """Who changes what of all services. Times are seconds on one clock. A new process begins with none."""
 
     def __init__(self) -> None:
         self._found: dict[Key, dict[Name, _Contest]] = {}

@@ -49,7 +49,7 @@ def keys(model: Model) -> list[str]:
 
 
 def volumes(service: InferenceService) -> list[Object]:
-    """Of an engine's pod. It may start before the ConfigMap is there: unlike a missing volume, it tells so."""
+    """Volumes of an engine's pod. It may start before the ConfigMap is there: unlike a missing volume, it tells so."""
     found = _volumes(service.spec.model)
     if not found:
         return []
@@ -58,7 +58,7 @@ def volumes(service: InferenceService) -> list[Object]:
 
 
 def mounts(service: InferenceService) -> list[Object]:
-    """Of an engine's container, by folder: a `subPath` would keep a changed list from it."""
+    """Mounts of an engine's container, by folder: a `subPath` would keep a changed list from it."""
     found = keys(service.spec.model)
     if not found:
         return []
@@ -78,12 +78,12 @@ def config_map(service: InferenceService, pairing: str, *, mounted: bool = True)
 
 
 def digest(service: InferenceService) -> str:
-    """By which an engine tells that it has read this list."""
+    """Digest by which an engine tells that it has read this list."""
     return hashlib.sha256(text(service).encode()).hexdigest()[:16]
 
 
 def name(service: InferenceService) -> str:
-    """Of the ConfigMap."""
+    """Name of the ConfigMap."""
     return child_name(service.name, "adapters")
 
 

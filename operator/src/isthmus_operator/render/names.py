@@ -154,7 +154,7 @@ def address(service: InferenceService, component: Component, port: int) -> str:
 
 
 def older_address(service: InferenceService, component: Component, port: int) -> str:
-    """What operators up to November 2026 wrote for `address`; pods that they made have it until they are replaced."""
+    """`address` as operators up to November 2026 wrote it; pods that they made have it until they are replaced."""
     return f"{child_name(service.name, component.value)}.{service.namespace}.svc:{port}"
 
 

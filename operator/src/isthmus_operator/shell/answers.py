@@ -50,6 +50,7 @@ _ITEMS = re.compile(rb'(?<!\\)"items"\s*:\s*\[\Z')
 _KIND = re.compile(rb'"kind"\s*:\s*"([A-Za-z]*?)(?:List)?"')
 _FORGOTTEN = json.dumps({"type": "ERROR", "object": {"kind": "Status", "code": 410}}).encode()
 """What makes kopf list anew, after a pause; of other errors it ends."""
+_CHANGE = re.compile(rb'\{"type":"(?!ERROR)[A-Z]+","object":\{')
 _TOO_OLD = re.compile(rb'"code"\s*:\s*410\b')
 
 Object = dict[str, Any]
@@ -57,7 +58,7 @@ _log = logging.getLogger(__name__)
 
 
 class Reader:
-    """Of all answers of one API server."""
+    """Reads all answers of one API server."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
@@ -117,23 +118,26 @@ class _Lines:
         return getattr(self._content, name)
 
     async def iter_chunked(self, size: int) -> AsyncIterator[bytes]:
-        rest = bytearray()
+        rest, came = bytearray(), False
         async for data in self._content.iter_chunked(size):
             *lines, last = data.split(b"\n")
             for line in lines:
                 yield told(bytes(rest + line)) + b"\n"
                 rest.clear()
+                came = True
             rest += last
-        # The API server ends each event by a newline: what is left was cut off, and is told again.
+        # The API server ends each event by a newline. After what is none, or nothing at all, kopf asks again at once.
+        if rest or not came:
+            yield _FORGOTTEN + b"\n"
 
 
 def told(line: bytes) -> bytes:
     """An event of a watch, with its object cut where it is heavy. One that tells of an error, or is none, becomes one
     that has the watch begin anew."""
-    begin = line[:32].translate(None, b" \t\r")
+    begin = line[:64].translate(None, b" \t\r")
     if not begin:
         return line
-    if begin.startswith(b'{"type":"ERROR"') or not begin.startswith(b'{"type":"'):
+    if not _CHANGE.match(begin) or b'"metadata"' not in line:
         if not _TOO_OLD.search(line):
             _log.warning("a watch tells of no change, and begins anew: %s", line[:300].decode(errors="replace"))
         return _FORGOTTEN
@@ -249,7 +253,7 @@ def weight(text: str | bytes, begin: int = 0, end: int | None = None) -> int:
 
 
 def weight_of_dumped(text: str) -> int:
-    """The same of what `json.dumps` makes, which tells of such letters: with one beyond U+FFFF (an escape of two parts)
+    """`weight` of what `json.dumps` makes, which tells of such letters: with one beyond U+FFFF (an escape of two parts)
     each character of a text takes four bytes, with one beyond U+00FF two. As if all were one text."""
     more = 3 if _FAR.search(text) else 1 if _WIDE.search(text) else 0
     return weight(text) + more * len(text)

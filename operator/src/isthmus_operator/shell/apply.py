@@ -129,7 +129,7 @@ class Applier:
     async def standing(
         self, manifests: Iterable[Object], live: Mapping[Name, Object | None], service: InferenceService | None = None
     ) -> dict[Name, Object | None]:
-        """What stands under the names of `manifests`. `live` holds labelled objects, and what was read before: the
+        """The objects under the names of `manifests`. `live` holds labelled objects, and what was read before: the
         server is asked whether there is one of those that are missing in it, of somebody else or without its labels.
         What is large and not the `service`'s is cut to what says so, and so is what is beyond MOST_READ in all calls.
         """

@@ -107,7 +107,7 @@ class Cache:
         return key in self._ready
 
     def services(self) -> list[Key]:
-        """Of all there are."""
+        """All services there are."""
         return list(self._ready)
 
     def counts(self) -> tuple[int, int]:

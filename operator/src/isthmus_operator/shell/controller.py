@@ -156,27 +156,11 @@ class Controller:
         service = await self.bench.run(key, partial(parse_stored, body, self.profile))
         if why := self.unread.get(key[0]) or self.unread.get(EVERYWHERE):
             raise ApiError(FORBIDDEN, why)
-        now = self.clock()
-        children, known = await self.bench.run(key, partial(_look, service, make))
-        there: dict[Name, Object | None] = {name_of(child): child for child in children}
-        asked: list[Object] | None = None
-        for _ in range(ROUNDS):
-            facts = await self._facts(key, service, known)
-            if facts is None:
-                return None
-            work = partial(_decide, service, children, facts, before, self.defaults, now)
-            decision, makers = await self.bench.run(key, work)
-            seen, wanted, exact = decision.seen, decision.wanted, decision.exact
-            # Whoever may make pods says what has made them, and behind the first there would always be further ones.
-            asked = makers if asked is None else asked
-            named = set(there)
-            there = await applier.standing((*exact.apply, *exact.create, *asked), there, service)
-            # Somebody has taken their labels off, by which they are watched: no reason to act as if they were gone.
-            bare = [one for name, one in there.items() if one and name not in named and is_child(service, one)]
-            if not bare:
-                break
-            children += bare
-            known = await self.bench.run(key, partial(observe, service, children, Facts(), {}))
+        found = await self._find(key, service, before, applier, make)
+        if found is None:
+            return None
+        decision, children, there = found
+        seen, wanted, exact = decision.seen, decision.wanted, decision.exact
         settled = before.get("observedGeneration") == service.generation
         said = {c.type: c.reason for c in seen.conditions}
         refused = said.get("Ready") in _FAILURES
@@ -214,6 +198,33 @@ class Controller:
         if changes.refused:
             raise Refused(changes.refused)
         return self._again(key, service, wanted, after)
+
+    async def _find(
+        self, key: Key, service: InferenceService, before: Status, applier: Applier, make: Children
+    ) -> tuple[Decided, list[Object], dict[Name, Object | None]] | None:
+        """What is decided, the service's objects, and what stands under the names of those that are wanted; None: its
+        pods were not asked yet."""
+        now = self.clock()
+        children, known = await self.bench.run(key, partial(_look, service, make))
+        there: dict[Name, Object | None] = {name_of(child): child for child in children}
+        asked: list[Object] | None = None
+        for _ in range(ROUNDS):
+            facts = await self._facts(key, service, known)
+            if facts is None:
+                return None
+            work = partial(_decide, service, children, facts, before, self.defaults, now)
+            decision, makers = await self.bench.run(key, work)
+            # Whoever may make pods says what has made them, and behind the first there would always be further ones.
+            asked = makers if asked is None else asked
+            named = set(there)
+            there = await applier.standing((*decision.exact.apply, *decision.exact.create, *asked), there, service)
+            # Somebody has taken their labels off, by which they are watched: no reason to act as if they were gone.
+            bare = [one for name, one in there.items() if one and name not in named and is_child(service, one)]
+            if not bare:
+                break
+            children += bare
+            known = await self.bench.run(key, partial(observe, service, children, Facts(), {}))
+        return decision, children, there
 
     async def _facts(self, key: Key, service: InferenceService, known: Observed) -> Facts | None:
         pods = [pod for workload in (*known.engines, *known.routers) for pod in workload.pods]

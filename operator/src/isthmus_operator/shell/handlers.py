@@ -65,7 +65,7 @@ class Session:
 
     @property
     def headers(self) -> MutableMapping[str, str]:
-        """Of every request."""
+        """Headers of every request."""
         return self._session.headers
 
     @property
@@ -101,7 +101,7 @@ class NoMemory(kopf.DiffBaseStorage):
 
 
 def registry_of(operator: Operator) -> kopf.OperatorRegistry:
-    """What kopf is to call."""
+    """The handlers that kopf is to call."""
     registry = kopf.OperatorRegistry()
 
     @kopf.on.startup(registry=registry)

@@ -52,12 +52,12 @@ class Kept(NamedTuple):
 
     @property
     def budget(self) -> Budget:
-        """What it takes of what a service may have."""
+        """Bytes that it takes of what a service may have."""
         return (len(self.data), self.weight, 1) if self.data else (0, 0, 0)
 
 
 def keep(body: Mapping[str, Any]) -> Kept:
-    """Of an object as the API server has it; nothing of one that no service can have made, or that is too large."""
+    """What is kept of an object of the API server: nothing where no service can have made it, or it is too large."""
     meta = body["metadata"]
     uid, version = meta.get("uid", ""), int(meta["resourceVersion"])
     if body["kind"] not in (SERVICE, "Pod") and not _is_of_its_service(meta):

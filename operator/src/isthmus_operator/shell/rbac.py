@@ -55,7 +55,7 @@ LEASE_RULES = (
 
 
 def policy_rules(rules: tuple[Rule, ...] = RULES) -> list[dict[str, Any]]:
-    """As in a Role."""
+    """The rules as a Role has them."""
     return [{"apiGroups": [*r.groups], "resources": [*r.resources], "verbs": [*r.verbs]} for r in rules]
 
 

@@ -34,7 +34,7 @@ class Metrics:
         self.leader = Gauge("isthmus_operator_leader", "1 while this replica holds the lease.", registry=self.registry)
 
     def written(self, verb: str, kind: str) -> None:
-        """One write."""
+        """Count one write."""
         self.writes.labels(verb, kind).inc()
 
 

@@ -31,7 +31,7 @@ class _Waiting:
 
 
 class Turns:
-    """For one event loop. Of those that wait the address that was served longest ago is next, of it the namespace."""
+    """Belongs to one event loop. Next is the address that was served longest ago, of it the namespace."""
 
     def __init__(self) -> None:
         self._waiting: list[_Waiting] = []

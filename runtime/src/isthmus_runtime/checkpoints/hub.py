@@ -4,13 +4,30 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+
+from huggingface_hub import HfApi, configure_http_backend, constants, hf_hub_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from requests import Session
+from requests.exceptions import RequestException
 
 from ..errors import WeightsError
 from .fetching import MODEL_FILES, TOKENIZER_FILES, Progress, in_place, no_space
 from .names import NESTED, choose_files
 from .provenance import Origin, record_files
+from .redirects import NoNearer
+from .source_bytes import SourceBytes
 
 _COMMIT = re.compile(r"^[0-9a-f]{40}$|^[0-9a-f]{64}$")
 _AT_ONCE = 8
@@ -34,97 +51,27 @@ def fetch(
     names that could be written elsewhere, sends more or other than it lists or its client to addresses that are nearer
     than its own (`redirects`), or the model is of no supported kind.
     """
-    from huggingface_hub import HfApi, configure_http_backend, constants, hf_hub_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-    from requests import Session
-    from requests.exceptions import RequestException
-
-    from .redirects import NoNearer
-    from .source_bytes import SourceBytes
-
-    # Clients of their own, which write what they are sent, wherever it comes from.
-    constants.HF_HUB_DISABLE_XET = True
-    constants.HF_HUB_ENABLE_HF_TRANSFER = False
-    source = f"hf://{repo}"
-    origin = Origin(source=source, revision=revision)
+    origin = Origin(source=f"hf://{repo}", revision=revision)
     patterns = TOKENIZER_FILES if tokenizer_only else MODEL_FILES
 
     def download(folder: Path) -> None:
         progress(f"downloading {repo} at {revision}")
-        bound, adapter = SourceBytes(source), NoNearer(source)
-
-        def session() -> Session:
-            made = Session()
-            made.mount("http://", adapter)
-            made.mount("https://", adapter)
-            made.hooks["response"].append(bound.watch)
-            return made
-
-        configure_http_backend(session)
-        try:
+        with _errors_named(repo, revision), _bounded_client(origin.source) as bound:
             try:
-                listing = HfApi().model_info(repo, revision=revision, files_metadata=True, token=token or None)
-                commit, files = listing.sha or "", listing.siblings or []
-                listed = {file.rfilename: file.size for file in files}
-                hashes = {file.rfilename: file.lfs.sha256 for file in files if file.lfs is not None}
-                # What is not in LFS is named by git, and a mirror may not say it.
-                blobs = {f.rfilename: f.blob_id for f in files if f.rfilename not in hashes and f.blob_id is not None}
-                texts = (commit, *listed, *hashes.values(), *blobs.values())
-                readable = all(isinstance(text, str) for text in texts) and all(
-                    size is None or (isinstance(size, int) and size >= 0) for size in listed.values()
-                )
-            except (AttributeError, KeyError, RecursionError, TypeError) as e:
-                # The client believes what it is sent.
-                raise WeightsError(f"{source}: the hub's listing is none: {type(e).__name__}: {e}") from e
-            if not readable:
-                raise WeightsError(f"{source}: the hub's listing has names or hashes that are no text, or odd sizes")
-            if not _COMMIT.match(commit):
-                raise WeightsError(f"{source}: the hub gave {commit!r} for revision {revision!r}, which is no commit")
-            names = choose_files([*listed], patterns, source=source)
-            nested = [] if tokenizer_only else [name for name in NESTED if name in listed]
-            sizes = [listed[name] for name in {*names, *nested}]
-            # A mirror may list none; of what is free, others that share the cache have half.
-            unknown = shutil.disk_usage(folder).free // 2 if None in sizes else 0
-            bound.allow(unknown or sum(size or 0 for size in sizes))
-
-            def one(name: str) -> None:
-                # Each by its name, not as a snapshot: that would ask for the listing again, and believe it.
-                hf_hub_download(repo, name, revision=commit, local_dir=folder, token=token or None)
-
-            with ThreadPoolExecutor(_AT_ONCE, "download") as pool:
-                for done in [pool.submit(one, name) for name in (*names, *nested)]:
-                    done.result()
-        except GatedRepoError as e:
-            raise WeightsError(f"{repo} needs its licence accepted on the hub, and an access token: {e}") from e
-        except RevisionNotFoundError as e:
-            raise WeightsError(f"{repo} has no revision {revision!r}") from e
-        except RepositoryNotFoundError as e:
-            raise WeightsError(f"{repo} does not exist on the hub, or is private and no access token was given") from e
-        except HFValidationError as e:
-            raise WeightsError(f"{repo!r} is not a hub id of the form owner/name: {e}") from e
-        except (LocalEntryNotFoundError, HfHubHTTPError, RequestException, OSError) as e:
-            if no_space(e):
+                listing = _ask_listing(repo, revision, token or None)
+                names = choose_files([*listing.sizes], patterns, source=origin.source)
+                nested = [] if tokenizer_only else [name for name in NESTED if name in listing.sizes]
+                bound.allow(_most_bytes([listing.sizes[name] for name in {*names, *nested}], folder))
+                _download(repo, listing.commit, (*names, *nested), folder, token or None)
+            except WeightsError:
+                # Not to be gone on with, nor to be left in a cache that others share.
+                shutil.rmtree(folder, ignore_errors=True)
                 raise
-            if type(e) is OSError:
-                # Its check of a file's size failed: what came is not to be gone on with, as it may be another's page.
-                shutil.rmtree(folder / ".cache", ignore_errors=True)
-            raise WeightsError(
-                f"the hub could not be reached for {repo} at {revision}: {type(e).__name__}: {e}. "
-                "Check the network or HF_ENDPOINT, or copy the model here and name its directory"
-            ) from e
-        except WeightsError:
-            # Not to be gone on with, nor to be left in a cache that others share.
-            shutil.rmtree(folder)
-            raise
-        finally:
-            configure_http_backend()
+            except OSError as e:
+                if type(e) is OSError and not no_space(e):
+                    # Its check of a file's size failed: what came may be another's page, and is not to be gone on with.
+                    shutil.rmtree(folder / ".cache", ignore_errors=True)
+                raise
         shutil.rmtree(folder / ".cache", ignore_errors=True)
         for name in nested:
             (folder / name).replace(folder / NESTED[name])
@@ -134,9 +81,102 @@ def fetch(
                 # Of an earlier try, when the revision was another commit.
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         try:
-            record_files(folder, origin, commit=commit, expected=hashes, blobs=blobs)
+            record_files(folder, origin, commit=listing.commit, expected=listing.sha256, blobs=listing.blobs)
         except WeightsError:
             shutil.rmtree(folder)
             raise
 
     in_place(out, origin, progress, download, weights=not tokenizer_only, resume_as=resume_as)
+
+
+@dataclass(frozen=True, slots=True)
+class _Listing:
+    commit: str
+    sizes: dict[str, int | None]
+    """Of each file, in bytes; None where the hub does not say."""
+    sha256: dict[str, str]
+    """Of large files."""
+    blobs: dict[str, str]
+    """Of the others, git's names for what is in them, as far as a mirror says them."""
+
+
+def _ask_listing(repo: str, revision: str, token: str | None) -> _Listing:
+    source = f"hf://{repo}"
+    try:
+        found = HfApi().model_info(repo, revision=revision, files_metadata=True, token=token)
+        commit, files = found.sha or "", found.siblings or []
+        sizes = {file.rfilename: file.size for file in files}
+        sha256 = {file.rfilename: file.lfs.sha256 for file in files if file.lfs is not None}
+        blobs = {file.rfilename: file.blob_id for file in files if file.lfs is None and file.blob_id is not None}
+        texts = (commit, *sizes, *sha256.values(), *blobs.values())
+        readable = all(isinstance(text, str) for text in texts) and all(
+            size is None or (isinstance(size, int) and size >= 0) for size in sizes.values()
+        )
+    except (AttributeError, KeyError, RecursionError, TypeError) as e:
+        # The client believes what it is sent.
+        raise WeightsError(f"{source}: the hub's listing is none: {type(e).__name__}: {e}") from e
+    if not readable:
+        raise WeightsError(f"{source}: the hub's listing has names or hashes that are no text, or odd sizes")
+    if not _COMMIT.match(commit):
+        raise WeightsError(f"{source}: the hub gave {commit!r} for revision {revision!r}, which is no commit")
+    return _Listing(commit, sizes, sha256, blobs)
+
+
+def _most_bytes(sizes: Sequence[int | None], folder: Path) -> int:
+    """A mirror may list no sizes; of what is free, others that share the cache have half."""
+    unknown = shutil.disk_usage(folder).free // 2 if None in sizes else 0
+    return unknown or sum(size or 0 for size in sizes)
+
+
+def _download(repo: str, commit: str, names: Sequence[str], folder: Path, token: str | None) -> None:
+    def one(name: str) -> None:
+        # Each by its name, not as a snapshot: that would ask for the listing again, and believe it.
+        hf_hub_download(repo, name, revision=commit, local_dir=folder, token=token)
+
+    with ThreadPoolExecutor(_AT_ONCE, "download") as pool:
+        for done in [pool.submit(one, name) for name in names]:
+            done.result()
+
+
+@contextmanager
+def _bounded_client(source: str) -> Iterator[SourceBytes]:
+    """Have the hub's client ask no address nearer than the hub, and read no more than is allowed."""
+    # Clients of their own, which write what they are sent, wherever it comes from.
+    constants.HF_HUB_DISABLE_XET = True
+    constants.HF_HUB_ENABLE_HF_TRANSFER = False
+    bound, adapter = SourceBytes(source), NoNearer(source)
+
+    def session() -> Session:
+        made = Session()
+        made.mount("http://", adapter)
+        made.mount("https://", adapter)
+        made.hooks["response"].append(bound.watch)
+        return made
+
+    configure_http_backend(session)
+    try:
+        yield bound
+    finally:
+        configure_http_backend()
+
+
+@contextmanager
+def _errors_named(repo: str, revision: str) -> Iterator[None]:
+    """Errors of the hub's client as WeightsErrors that say what to do; a full disk as it is."""
+    try:
+        yield
+    except GatedRepoError as e:
+        raise WeightsError(f"{repo} needs its licence accepted on the hub, and an access token: {e}") from e
+    except RevisionNotFoundError as e:
+        raise WeightsError(f"{repo} has no revision {revision!r}") from e
+    except RepositoryNotFoundError as e:
+        raise WeightsError(f"{repo} does not exist on the hub, or is private and no access token was given") from e
+    except HFValidationError as e:
+        raise WeightsError(f"{repo!r} is not a hub id of the form owner/name: {e}") from e
+    except (LocalEntryNotFoundError, HfHubHTTPError, RequestException, OSError) as e:
+        if no_space(e):
+            raise
+        raise WeightsError(
+            f"the hub could not be reached for {repo} at {revision}: {type(e).__name__}: {e}. "
+            "Check the network or HF_ENDPOINT, or copy the model here and name its directory"
+        ) from e

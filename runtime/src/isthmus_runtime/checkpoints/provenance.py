@@ -209,6 +209,6 @@ def git_blob_of(path: Path) -> str:
 
 
 def sha256_of(path: Path) -> str:
-    """Of a file's content, in hex."""
+    """SHA-256 of a file's content, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -24,7 +24,7 @@ from ..errors import WeightsError
 
 
 class Nearness(IntEnum):
-    """Of an address, as this process sees it."""
+    """How near an address is to this process."""
 
     PUBLIC = 0
     PRIVATE = 1
@@ -40,7 +40,7 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 def nearness(address: str) -> Nearness:
-    """Of an IP address, also one inside of another. ValueError: it is none."""
+    """How near an IP address is, also one inside of another. ValueError: it is none."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         inner = ip.ipv4_mapped or ip.sixtofour
@@ -55,7 +55,7 @@ def nearness(address: str) -> Nearness:
 
 
 class NoNearer(HTTPAdapter):
-    """For sessions of requests that talk to one hub and to where it sends them. The first address is the hub's.
+    """For sessions of `requests` that talk to one hub and to where it sends them. The first address is the hub's.
 
     Threads may share it. Through a proxy only addresses in URLs are looked at: it resolves names itself.
     """

@@ -125,17 +125,17 @@ class Checkpoint:
         return joined.float() if joined.dtype == torch.float16 else joined
 
     def shape(self, part: str | Slice) -> tuple[int, ...]:
-        """As it is stored; a single number counts as a vector of one."""
+        """The shape as it is stored; a single number counts as a vector of one."""
         if isinstance(part, Slice):
             return part.shape(self.shape(part.name))
         return self._entries[part].shape or (1,)
 
     def nbytes(self, name: str) -> int:
-        """As it is stored."""
+        """Bytes as it is stored."""
         return prod(self.shape(name)) * self.dtype(name).itemsize
 
     def dtype(self, part: str | Slice) -> torch.dtype:
-        """As it is stored."""
+        """The dtype as it is stored."""
         return _DTYPES[self._entries[part.name if isinstance(part, Slice) else part].dtype]
 
     def read_into(self, part: str | Slice, offset: int, target: memoryview) -> None:

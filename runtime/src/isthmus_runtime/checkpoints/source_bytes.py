@@ -32,7 +32,7 @@ class SourceBytes:
         self._left = self._most = LISTING_BYTES
 
     def allow(self, nbytes: int) -> None:
-        """For files of so many bytes, from now on."""
+        """From now on allow what files of `nbytes` bytes take."""
         with self._lock:
             self._left = self._most = _TIMES * nbytes + _BESIDE_BYTES
 

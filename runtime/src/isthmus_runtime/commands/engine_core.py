@@ -89,7 +89,7 @@ class EngineCore:
         self.engine.loop.stop()
 
     def close(self) -> None:
-        """After `stop`: let go of the device."""
+        """After `stop`: give back the device."""
         self.executor.close()
         if self.drafts is not None:
             self.drafts.executor.close()

@@ -68,7 +68,7 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Id of the process."""
         return self._process.pid
 
     def expect_end(self, within_s: float) -> None:

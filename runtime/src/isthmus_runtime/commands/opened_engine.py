@@ -46,7 +46,7 @@ OpenEngine = Callable[[Streams, KvEventFeed | None, StartTimes | None], Abstract
 
 
 def here(config: EngineConfig, loaded: Loaded) -> OpenEngine:
-    """In this process, on a thread of its own."""
+    """Opens an engine in this process, on a thread of its own."""
 
     @asynccontextmanager
     async def opened(
@@ -74,7 +74,7 @@ def here(config: EngineConfig, loaded: Loaded) -> OpenEngine:
 
 
 def apart(config: EngineConfig, process: EngineProcess) -> OpenEngine:
-    """In `process`, which was started for it."""
+    """Opens the engine in `process`, which was started for it."""
     from ..engine.remote import RemoteEngine
 
     @asynccontextmanager

@@ -195,7 +195,8 @@ def _load_rank(order: _Order) -> tuple[LoadedEngine, Ranks]:
     # They are on one host, and talk to nobody else; neither library asks who connects.
     apply_native_environment({"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"})
     threads = config.model.threads or max(1, usable_threads(0) // size)
-    device = open_device(config.model.device, threads=threads, index=order.rank)
+    alike = config.model.deterministic
+    device = open_device(config.model.device, threads=threads, index=order.rank, deterministic=alike)
     device.enter()
     ranks = join(order.rank, size, order.meeting, device.torch_device, config.server.no_progress_timeout_s)
     model = load(config.model, config.scheduler, device=device, shard=ranks.shard, lora=config.lora)

@@ -30,7 +30,7 @@ from ..openai.tokenizer import Tokenizer
 from ..protocol.info import EngineInfo
 from ..serving.app import make_app
 from ..serving.in_flight import InFlight
-from ..serving.memory import MemoryGuard, let_go_of_large_blocks, share_heaps
+from ..serving.memory import MemoryGuard, map_large_blocks, share_heaps
 from ..serving.memory_use import find_limit
 from ..serving.server import check_port
 from ..structured.checker import Checker
@@ -54,7 +54,7 @@ def serve_engine(config: EngineConfig, process: EngineProcess | None) -> NoRetur
     if process is None:
         share_heaps()
     else:
-        let_go_of_large_blocks()
+        map_large_blocks()
     check_port(config.server.host, config.server.port)
     if config.server.metrics_port:
         check_port(config.server.host, config.server.metrics_port, "--metrics-port")
@@ -120,7 +120,7 @@ async def _serve_http(
     meters.engine.set_cache_config(block_size=str(facts.kv.block_size), num_gpu_blocks=str(facts.kv.physical_blocks))
     memory = _memory(config, running, meters)
     if tokenizer is not None:
-        tokenizer.long_texts.room = memory.room_elsewhere
+        tokenizer.long_texts.memory = memory
 
     def info() -> EngineInfo:
         return engine_info(

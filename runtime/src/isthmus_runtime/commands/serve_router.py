@@ -22,11 +22,11 @@ from ..openai.keys import Keys
 from ..openai.tenants_file import TenantsFile
 from ..openai.text_prompts import ids_of_passed_on
 from ..openai.tokenizer import Tokenizer
-from ..router.app import make_router
+from ..router.app import Router
 from ..router.passed_on import OwnTokenizer
 from ..serving.app import make_app
 from ..serving.in_flight import InFlight
-from ..serving.memory import MemoryGuard, let_go_of_large_blocks
+from ..serving.memory import MemoryGuard, map_large_blocks
 from ..serving.memory_use import find_limit
 from ..structured.checker import Checker
 from .open_tracer import open_tracer
@@ -43,7 +43,7 @@ _LAME_DUCK_S = 3.0
 
 def serve_router(config: RouterConfig) -> int:
     """Run one router until SIGTERM. Raises ConfigError when it cannot start."""
-    let_go_of_large_blocks()
+    map_large_blocks()
     verify_files(Path(config.model.path))
     tokenizer = Tokenizer.load(config.model.path, trusted=config.model.trust_tokenizer)
     tokenizer.prepare()
@@ -64,7 +64,7 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, api_key: str, tenan
     watched.level.set_function(lambda: memory.level)
     watched.share.set_function(lambda: memory.share)
     own = OwnTokenizer(tokenizer.digest, partial(ids_of_passed_on, tokenizer))
-    router = make_router(config, registry, in_flight, credentials=credentials, tokenizer=own, memory=memory)
+    router = Router(config, registry, in_flight, credentials=credentials, tokenizer=own, memory=memory)
     metrics = RequestMetrics(registry, config.model.served_names[0], prefix="isthmus_router_")
     app = make_app(
         "Isthmus router",

@@ -102,11 +102,11 @@ class ModelDrafter:
 
     @property
     def seconds(self) -> float:
-        """As of `Drafter`."""
+        """See `Drafter`."""
         return self._model.seconds
 
     def prepare(self, tokens: Tokens[int], count: int) -> bool:
-        """As of `Drafter`: the model begins."""
+        """See `Drafter`: the model begins."""
         return self._model.ask(self._sid, tokens, count)
 
     def learn(self, tokens: Tokens[int]) -> bool:
@@ -121,11 +121,11 @@ class ModelDrafter:
         return self.trust >= TRUSTED
 
     def judge(self, right: bool) -> None:
-        """As of `Drafter`."""
+        """See `Drafter`."""
         self.trust += WEIGHT * (right - self.trust)
 
     def guess(self, tokens: Tokens[int], count: int) -> tuple[int, ...]:
-        """As of `Drafter`; none where the model has not answered, which is as bad as a wrong one: it was waited for."""
+        """See `Drafter`; none where the model has not answered, which is as bad as a wrong one: it was waited for."""
         found = self._model.answer(self._sid, len(tokens))[:count]
         if not found:
             self.judge(False)

@@ -56,7 +56,7 @@ class Speculation:
         self._rows = rows
 
     def drafter(self, sid: str) -> Drafter | ModelDrafter:
-        """For a new request."""
+        """The drafter of a new request."""
         return Drafter() if self._model is None else ModelDrafter(self._model, sid)
 
     @property
@@ -73,7 +73,7 @@ class Speculation:
         self._prepare(seq, drafter)
 
     def saw_masked(self, seq: Sequence, forced: int, others: int) -> None:
-        """Of the newest tokens of a request with a grammar so many were forced; the others, after them, were not."""
+        """Note how many of the newest tokens of a request with a grammar were forced; the others came after them."""
         for was in (1.0,) * forced + (0.0,) * others:
             seq.forced_share += WEIGHT_FORCED * (was - seq.forced_share)
         enough = ENOUGH_FORCED if self._rows <= HOLD_SHARE else MOSTLY_FORCED
@@ -94,7 +94,7 @@ class Speculation:
         return drafter.guess(seq.tokens, count) if count > 0 else ()
 
     def verified(self, seq: Sequence, drafts: int, kept: int) -> None:
-        """Of the request's drafts the first `kept` were right; its tokens are up to date."""
+        """Note that the first `kept` of the request's drafts were right; its tokens are up to date."""
         drafter = seq.drafter
         if drafter is None:
             self.forced += kept

@@ -128,7 +128,7 @@ class Exchange:
         try:
             ends += [effect for effect in self._scheduler.abort_all(error) if not isinstance(effect, tuple)]
         except Exception:
-            log.exception("the broken engine could not let go of what it held")
+            log.exception("the broken engine could not release what it held")
         for end in ends:
             assert not isinstance(end, tuple)
             try:

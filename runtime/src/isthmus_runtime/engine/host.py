@@ -106,11 +106,11 @@ class EngineHost:
         self._writer.join(timeout_s)
 
     def sink(self, found: Sequence[tuple[str, Reply]]) -> None:
-        """Of `EngineLoop`; any thread."""
+        """See `EngineLoop`; any thread."""
         self._out.put(found)
 
     def left(self, timeout_s: float) -> None:
-        """Of `EngineLoop`: returns when what the sink was given is being sent, or the time has passed."""
+        """See `EngineLoop`: returns when what the sink was given is being sent, or the time has passed."""
         taken = threading.Event()
         self._out.put(taken.set)
         taken.wait(timeout_s)

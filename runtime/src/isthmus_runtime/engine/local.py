@@ -66,7 +66,7 @@ class LocalEngine(Engine):
 
     @property
     def max_model_len(self) -> int:
-        """Of `Engine`."""
+        """See `Engine`."""
         return self.loop.scheduler.max_model_len
 
     def generate(
@@ -78,7 +78,7 @@ class LocalEngine(Engine):
         peer_url: str = "",
         peer_epoch: str = "",
     ) -> None:
-        """Of `Engine`."""
+        """See `Engine`."""
 
         def run(constraint: Constraint | None) -> None:
             self.loop.generate(
@@ -93,19 +93,19 @@ class LocalEngine(Engine):
         self._compiled(request, attempt or local_attempt, run)
 
     def prefill(self, request: GenerateRequest, attempt: str, ticket: Ticket | None) -> None:
-        """Of `Engine`."""
+        """See `Engine`."""
         self._compiled(request, attempt, lambda constraint: self.loop.prefill(request, attempt, ticket, constraint))
 
     def ticket(self, ticket: Ticket) -> None:
-        """Of `Engine`."""
+        """See `Engine`."""
         self.loop.ticket(ticket)
 
     def commit(self, call: CommitCall) -> None:
-        """Of `Engine`."""
+        """See `Engine`."""
         self.loop.commit(call)
 
     def abort(self, request_id: str, attempt: str, reason: str, *, answer: bool = True) -> None:
-        """Of `Engine`."""
+        """See `Engine`."""
         with self._changed:
             found = [
                 sid
@@ -120,18 +120,18 @@ class LocalEngine(Engine):
         self.loop.abort(request_id, attempt, reason, answer=answer)
 
     async def is_drained(self, attempt: str) -> bool:
-        """Of `Engine`."""
+        """See `Engine`."""
         return self.loop.is_drained(attempt)
 
     async def change_adapter(self, name: str, path: str | None, *, replace: bool = False) -> None:
-        """Of `Engine`."""
+        """See `Engine`."""
         await asyncio.to_thread(self.adapters.change, name, path, replace=replace)
 
     def trim(self) -> None:
-        """Of `Engine`: whoever asks does so for this process."""
+        """See `Engine`: whoever asks does so for this process."""
 
     def status(self) -> EngineStatus:
-        """Of `Engine`."""
+        """See `Engine`."""
         loop = self.loop
         return EngineStatus(
             snapshot=loop.snapshot,

@@ -20,7 +20,7 @@ _DECODER = msgspec.msgpack.Decoder(list[TokenLogprobs])
 
 
 class LongReply(msgspec.Struct, frozen=True, array_like=True):
-    """Of `chunk` and `answer` one is given, without its scores; these are in `pieces`."""
+    """Either `chunk` or `answer` is given, without its scores; these are in `pieces`."""
 
     chunk: TokenChunk | None
     answer: PrefillAnswer | None

@@ -102,7 +102,7 @@ class RemoteEngine(Engine):
 
     @property
     def max_model_len(self) -> int:
-        """Of `Engine`."""
+        """See `Engine`."""
         assert self._facts is not None, "not ready"
         return self._facts.kv.max_model_len
 
@@ -115,30 +115,30 @@ class RemoteEngine(Engine):
         peer_url: str = "",
         peer_epoch: str = "",
     ) -> None:
-        """Of `Engine`."""
+        """See `Engine`."""
         command = Generate(request, attempt, local_attempt, peer_url, peer_epoch)
         self._request(command, attempt or local_attempt or request.request_id)
 
     def prefill(self, request: GenerateRequest, attempt: str, ticket: Ticket | None) -> None:
-        """Of `Engine`."""
+        """See `Engine`."""
         self._request(Prefill(request, attempt, ticket), attempt)
 
     def ticket(self, ticket: Ticket) -> None:
-        """Of `Engine`."""
+        """See `Engine`."""
         self._send(GiveTicket(ticket))
 
     def commit(self, call: CommitCall) -> None:
-        """Of `Engine`."""
+        """See `Engine`."""
         self._send(Commit(call))
 
     def abort(self, request_id: str, attempt: str, reason: str, *, answer: bool = True) -> None:
-        """Of `Engine`."""
+        """See `Engine`."""
         if not answer and not self.ended.is_set():
             self._leaving[attempt or request_id] += 1
         self._send(Abort(request_id, attempt, reason, answer))
 
     async def is_drained(self, attempt: str) -> bool:
-        """Of `Engine`."""
+        """See `Engine`."""
         if self._stopped:
             return True
         if self.ended.is_set():
@@ -157,7 +157,7 @@ class RemoteEngine(Engine):
             del self._asked[number]
 
     async def change_adapter(self, name: str, path: str | None, *, replace: bool = False) -> None:
-        """Of `Engine`."""
+        """See `Engine`."""
         if self.ended.is_set():
             raise self._lost()
         self._questions += 1
@@ -176,11 +176,11 @@ class RemoteEngine(Engine):
             raise error
 
     def trim(self) -> None:
-        """Of `Engine`."""
+        """See `Engine`."""
         self._send(Trim())
 
     def status(self) -> EngineStatus:
-        """Of `Engine`: what the engine last told, and whether that is long ago."""
+        """See `Engine`: what the engine last told, and whether that is long ago."""
         assert self._status is not None, "not ready"
         if self.ended.is_set() and not self._stopped:
             return replace(self._status, failure=self._lost().message)

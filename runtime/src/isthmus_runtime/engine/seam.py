@@ -101,7 +101,7 @@ class Engine(Protocol):
         """
 
     def ticket(self, ticket: Ticket) -> None:
-        """Of a prompt that was begun without; ignored where that has ended."""
+        """Give the ticket of a prompt that was begun without; ignored where that has ended."""
 
     def commit(self, call: CommitCall) -> None:
         """The router's word about the prefill leg of an attempt that is received here."""
@@ -122,7 +122,7 @@ class Engine(Protocol):
         """
 
     def trim(self) -> None:
-        """Where it has a process of its own, that gives memory that is free back to the kernel."""
+        """Have an engine process of its own give free memory back to the kernel."""
 
     def status(self) -> EngineStatus:
-        """As of now, or of a moment ago."""
+        """Its status as of now, or of a moment ago."""

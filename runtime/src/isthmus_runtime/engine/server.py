@@ -79,11 +79,11 @@ class EngineServer:
         """`kv_events` None: there is no prefix cache, so the route is not added. `credentials`: without usable ones it
         is not ready. `tokenise` raises InvalidRequest; None: prompts come as ids alone."""
         guard = self._memory = MemoryGuard() if memory is None else memory
-        self._tokenising = (
-            None
-            if tokenise is None
-            else Tokenising(tokenise, one_by_one=lambda: guard.tight, most=lambda: guard.room_on_the_way)
-        )
+        self._tokenising = None
+        if tokenise is not None:
+            tokenising = Tokenising(tokenise, one_by_one=lambda: guard.tight, most=lambda: guard.room_on_the_way)
+            guard.add_reserve(lambda: tokenising.set_aside)
+            self._tokenising = tokenising
         self._credentials = credentials
         self._tracer = tracer
         self._backend = backend

@@ -32,7 +32,7 @@ class HostAdapter:
 
     @property
     def nbytes(self) -> int:
-        """As much as one slot has."""
+        """Bytes: as many as one slot has."""
         return sum(a.nbytes + b.nbytes for a, b in self.matrices)
 
 
@@ -87,7 +87,7 @@ class AdapterSlots:
         self._known.pop(digest, None)
 
     def kept(self) -> Mapping[str, int]:
-        """Of `AdapterHolder`."""
+        """See `AdapterHolder`."""
         return {digest: adapter.nbytes for digest, adapter in self._known.copy().items()}
 
     def load(self, wanted: AdapterSlot) -> None:

@@ -28,7 +28,7 @@ _NEVER = -np.inf
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adjustments:
-    """Of one step, on the host."""
+    """The adjustments of one step, on the host."""
 
     penalties: tuple[npt.NDArray[Any], ...]
     """Of P rows: the draw, the row of the token table, prompt length, known tokens (int64); repetition, frequency and
@@ -85,7 +85,7 @@ class AdjustedRows:
         self._rows: dict[int, _Row] = {}
 
     def set(self, row: int, sampling: SamplingParams, prompt_len: int) -> None:
-        """What the row's request asks for."""
+        """Set what the row's request asks for."""
         asks = (
             penalised(sampling)
             or sampling.min_tokens
@@ -99,7 +99,7 @@ class AdjustedRows:
             self._rows.pop(row, None)
 
     def of(self, rows: Longs, known: Longs) -> Adjustments | None:
-        """For the draws of a step: their rows, and how many tokens of each are known."""
+        """The adjustments for the draws of a step: their rows, and how many tokens of each are known."""
         if not self._rows:
             return None
         penalties: list[tuple[float, ...]] = []

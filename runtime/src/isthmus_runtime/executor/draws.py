@@ -61,7 +61,7 @@ class DrawRows:
         self._arange: Longs = np.arange(most, dtype=np.int64)
 
     def set(self, start: RowStart) -> None:
-        """What the row's request asks for."""
+        """Set what the row's request asks for."""
         self._sampling.set(start.row, start.sampling)
         self._adjusted.set(start.row, start.sampling, start.prompt_len)
 

@@ -204,7 +204,7 @@ class FakeExecutor:
         self._known.pop(digest, None)
 
     def kept(self) -> Mapping[str, int]:
-        """Of `AdapterHolder`."""
+        """See `AdapterHolder`."""
         return self._known.copy()
 
     def submit(self, plan: StepPlan) -> Future[StepOutput]:

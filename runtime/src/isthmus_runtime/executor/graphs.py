@@ -13,12 +13,28 @@ without tokens, and its own tokens (at most `Device.met_tokens`). The sizes met 
 from __future__ import annotations
 
 from bisect import bisect_left
+from typing import NamedTuple
 
 from .device.base import Body, Device
 
 _KEPT = 256
 """Captured parts that are kept where sizes are captured as they are met: of a model of 28 layers one holds a third of a
 megabyte, and steps that are bounded by time have some dozens of sizes."""
+
+
+class StepShape(NamedTuple):
+    """How large a step is once it is padded, and what its kernels are told."""
+
+    decode: bool
+    """Each row has one token, and no prompt is among them."""
+    rows: int
+    tokens: int
+    most: int
+    """Most tokens of a row."""
+    longest: int
+    """Longest context."""
+    graph: tuple[str, int] | None
+    """Name and size of what was captured of such steps; None: nothing is."""
 
 
 class Graphs:
@@ -37,6 +53,19 @@ class Graphs:
         self._memory = device.graph_memory()
         self._captured: dict[tuple[str, int], Body | None] = {}
         """The one used last is the last, unless sizes are captured ahead."""
+
+    def shape(
+        self, rows: int, tokens: int, most: int, longest: int, *, size: int = 0, prompts: bool = False
+    ) -> StepShape:
+        """The shape of a step of `rows` rows with `tokens` tokens, `most` of a row; `prompts`: though each has one.
+        `size`: to be captured at."""
+        if most == 1 and not prompts:
+            size = size or self.padded(rows)
+            return StepShape(True, size, size, most, self.bound(longest), ("decode", size))
+        size = size or self.padded_tokens(tokens)
+        if not size:
+            return StepShape(False, rows, tokens, most, longest, None)
+        return StepShape(False, self.most_rows, size, size, self.bound(longest), ("prompts", size))
 
     def padded(self, rows: int) -> int:
         """The size that a decode step of `rows` rows runs as."""

@@ -23,7 +23,7 @@ from ..models.pooling import Pooling
 from .block_tables import BlockTables
 from .device.base import Device
 from .draws import DrawRows, Draws
-from .graphs import Graphs
+from .graphs import Graphs, StepShape
 from .pooling import PooledChunk, PooledRows
 from .prompt_scores import ScoredChunk, ScoredRows
 from .staging import Packer, StagingSlot
@@ -179,54 +179,27 @@ class InputBatch:
     ) -> StepInputs:
         rows, begins, counts, draws = columns
         ends = begins + counts
-        most = int(counts.max(initial=1))
-        longest = int(ends.max(initial=1))
-        decode = most == 1 and not prompts
-        graph: tuple[str, int] | None
-        if decode:
-            num_rows = num_tokens = size or self._graphs.padded(len(rows))
-            longest = self._graphs.bound(longest)
-            graph = ("decode", num_rows)
-        else:
-            num_tokens = int(counts.sum())
-            padded = size or self._graphs.padded_tokens(num_tokens)
-            num_rows, graph = len(rows), None
-            if padded:
-                num_rows, num_tokens, most = self._graphs.most_rows, padded, padded
-                longest = self._graphs.bound(longest)
-                graph = ("prompts", padded)
+        width = int(ends.max(initial=1))
+        shape = self._graphs.shape(
+            len(rows), int(counts.sum()), int(counts.max(initial=1)), width, size=size, prompts=prompts
+        )
+        decode, num_rows, num_tokens, most, longest, graph = shape
         pack = self._packer
         pack.begin(slot)
 
-        positions, positions_there = pack.take(num_tokens, torch.int64)
-        sources, sources_there = pack.take(num_tokens, torch.int64)
         last = np.cumsum(counts)
-        if decode:
-            token_rows, real = rows, len(rows)
-            positions[:real] = begins
-        else:
-            token_rows = np.repeat(rows, counts)
-            real = len(token_rows)
-            np.add(self._arange[:real], np.repeat(begins - (last - counts), counts), out=positions[:real])
-        positions[real:] = 0
-        sources[:real] = token_rows * self._stride + positions[:real]
-        sources[real:] = self._dummy
+        positions, positions_there = pack.take(num_tokens, torch.int64)
+        token_rows, sources_there = self._take_tokens(rows, begins, counts, last, positions, decode)
+        real = len(token_rows)
         slots = [table.slots(pack, token_rows, positions[:real], num_tokens) for table in self._tables]
-        starts_of, starts_there = pack.take(num_rows + 1, torch.int32)
-        starts_of[0] = 0
-        starts_of[1 : len(rows) + 1] = last
-        starts_of[len(rows) + 1 :] = self._arange[len(rows) + 1 : num_rows + 1] if decode else real
-        lengths, lengths_there = pack.take(num_rows, torch.int32)
-        lengths[: len(rows)] = ends
-        lengths[len(rows) :] = 1 if decode else 0
+        starts_there, lengths_there = self._take_bounds(ends, last, real, shape)
         adapters, slots_of = self._adapters_of(token_rows, num_tokens, adapted)
         if adapters is not None and graph is not None:
             graph = (f"{graph[0]} with adapters", graph[1])
-        scored = self._scored.of(columns)
+        scored, pooled = self._scored.of(columns), self._pooled.of(columns)
         reads = draws.copy()
         for part in scored:
             reads[part.chunk] = counts[part.chunk]
-        pooled = self._pooled.of(columns)
         for chunk in pooled:
             reads[chunk.chunk] = chunk.reads
         # Two products in place of one have to pay. What was captured ahead is cut short always or never.
@@ -237,7 +210,6 @@ class InputBatch:
                 graph = (f"{graph[0]} whose tokens are all read", graph[1])
         read_last = np.cumsum(reads)
         drawn = self._draws.of(pack, rows, ends, read_last, draws, masks, late_masks, num_rows if decode else 0)
-        width = int(ends.max(initial=1))
         # Rows without tokens beside the step's own are many where nothing else is padded, and are not read.
         read_rows = num_rows if decode or self._graphs.sizes else len(rows)
         tables = [table.of(pack, rows, width, num_rows, read_rows) for table in self._tables]
@@ -270,6 +242,36 @@ class InputBatch:
             scored=scored,
             pooled=pooled,
         )
+
+    def _take_tokens(
+        self, rows: Longs, begins: Longs, counts: Longs, last: Longs, positions: Longs, decode: bool
+    ) -> tuple[Longs, Tensor]:
+        """Fill in `positions` of all tokens; the row of each token that is no dummy, and where in the token table each
+        is, on the device."""
+        sources, there = self._packer.take(len(positions), torch.int64)
+        if decode:
+            token_rows, real = rows, len(rows)
+            positions[:real] = begins
+        else:
+            token_rows = np.repeat(rows, counts)
+            real = len(token_rows)
+            np.add(self._arange[:real], np.repeat(begins - (last - counts), counts), out=positions[:real])
+        positions[real:] = 0
+        sources[:real] = token_rows * self._stride + positions[:real]
+        sources[real:] = self._dummy
+        return token_rows, there
+
+    def _take_bounds(self, ends: Longs, last: Longs, real: int, shape: StepShape) -> tuple[Tensor, Tensor]:
+        """Where each row's tokens begin, `real` of which are no dummies, and each row's length; on the device."""
+        rows = len(ends)
+        starts, starts_there = self._packer.take(shape.rows + 1, torch.int32)
+        starts[0] = 0
+        starts[1 : rows + 1] = last
+        starts[rows + 1 :] = self._arange[rows + 1 : shape.rows + 1] if shape.decode else real
+        lengths, lengths_there = self._packer.take(shape.rows, torch.int32)
+        lengths[:rows] = ends
+        lengths[rows:] = 1 if shape.decode else 0
+        return starts_there, lengths_there
 
     def _read(
         self,

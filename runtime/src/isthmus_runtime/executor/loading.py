@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from isthmus_kernels import dispatch_weights
+from isthmus_kernels import batch_invariance, dispatch_weights
 
 from ..checkpoints.fp8 import Fp8Weights
 from ..checkpoints.quantized import Expanded, scheme_of
@@ -129,6 +129,9 @@ def load(
             f"--deterministic on: {spec.architecture} has operations whose results depend on the batch on "
             f"{device.name}; leave it out"
         )
+    # Else whoever opened it left it out, and rows would depend on their batch without a word.
+    alike = device.torch_device.type == "cpu" or batch_invariance.required(device.torch_device)
+    assert alike or not config.deterministic, f"{device.name} was not opened as deterministic"
     device.enter()
     dtype = device.dtype(config.dtype)
     _check_quantization(config, device, dtype)
@@ -156,7 +159,7 @@ def load(
     # not be, and prefill and decode must agree on their KV.
     kv_auto = torch.float32 if config.dtype == "auto" and device.dtype_varies else dtype
     # KV that another engine computed as its batch had it would undo the promise.
-    alike = ("rows:alike",) if config.deterministic and device.name != "cpu" else ()
+    marked = ("rows:alike",) if config.deterministic and device.name != "cpu" else ()
     return LoadedModel(
         spec=spec,
         model=model,
@@ -165,7 +168,7 @@ def load(
         kv_auto=kv_auto,
         shard=shard,
         adapters=adapters,
-        kv_variants=(*spec.kv_variants(max_len), *(("weights:fp8",) if fp8 else ()), *alike),
+        kv_variants=(*spec.kv_variants(max_len), *(("weights:fp8",) if fp8 else ()), *marked),
         task=served.task,
         pooling=served.pooling,
     )

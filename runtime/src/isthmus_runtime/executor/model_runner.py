@@ -106,7 +106,7 @@ class ModelRunner:
         return _Launched(inputs.draws, staged)
 
     def collect(self, plan: StepPlan, launched: _Launched, slot: StagingSlot) -> StepOutput:
-        """One RowOutput a chunk."""
+        """The results of a step, one RowOutput a chunk."""
         staged = launched.staged
         scored = tuple(map(scores, staged.scores))
         pooled = () if staged.vectors is None else staged.vectors.read()

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed
 
-from isthmus_kernels import cuda_library
+from isthmus_kernels import cuda_library, early_launch
 from isthmus_kernels.device import multiprocessors
 from isthmus_kernels.peer_sum.cuda_impl import (
     EMPTY,
@@ -55,7 +55,7 @@ class PeerSums:
         self._limit = None if ranks == 2 else limit // (ranks - 1)
 
     def sum(self, x: Tensor) -> None:
-        """In place."""
+        """Sum over the ranks, in place."""
         if self._takes(x):
             for part in x.split(self._inboxes.rows(x)):
                 peer_sum(part, self._inboxes)
@@ -63,7 +63,7 @@ class PeerSums:
             self._over.sum(x)
 
     def sum_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-        """In one kernel, which rounds once."""
+        """Sum, residual addition and norm in one kernel, which rounds once."""
         if not self._takes(residual):
             own = x.sum(0).to(residual.dtype) if x.dim() == 3 else x
             self._over.sum_add_rms_norm(own, residual, weight, eps, out)
@@ -155,6 +155,8 @@ def open_peer_sums(
         "ranks sum by memory of each other over NVLink, for which %d MiB of each GPU are taken",
         inbox_bytes(ranks.size, inboxes.blocks, room) >> 20,
     )
+    # A device waits for the link then, and products may begin to read meanwhile.
+    early_launch.switch(device, True)
     return PeerSums(over, inboxes, limit)
 
 

@@ -52,7 +52,7 @@ class PooledRows:
         self._rows: dict[int, tuple[int, PoolingParams]] = {}
 
     def set(self, start: RowStart) -> None:
-        """What the row's request asks for."""
+        """Set what the row's request asks for."""
         if start.pooling is None:
             self._rows.pop(start.row, None)
         else:

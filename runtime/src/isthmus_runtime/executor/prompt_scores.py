@@ -48,7 +48,7 @@ class ScoredRows:
         self._rows: dict[int, tuple[int, int]] = {}
 
     def set(self, start: RowStart) -> None:
-        """What the row's request asks for."""
+        """Set what the row's request asks for."""
         if start.prompt_logprobs < 0:
             self._rows.pop(start.row, None)
         else:
@@ -119,7 +119,7 @@ def stage_scores(
 
 
 def scores(staged: StagedScores) -> PromptScores:
-    """What was staged, only once the step is done."""
+    """The staged scores, only once the step is done."""
     columns = (staged.tokens, staged.own, staged.ids, staged.best, staged.ranks)
     found = [
         TokenLogprobs(token, own, tuple(zip(ids, best, strict=True)), rank)

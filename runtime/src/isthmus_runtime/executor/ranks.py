@@ -67,7 +67,8 @@ class Collected:
         self._group = group
 
     def sum(self, x: torch.Tensor) -> None:
-        """In place. Both libraries reduce each element once and hand the result round: the same bits on every rank."""
+        """Sum over the ranks, in place. Both libraries reduce each element once and hand the result round: every
+        rank has the same bits."""
         distributed.all_reduce(x, group=self._group)
 
     def sum_add_rms_norm(
@@ -303,7 +304,7 @@ class LeadingAdapters:
         self._leader.tell(_Kind.DROP, digest.encode())
 
     def kept(self) -> Mapping[str, int]:
-        """Of this rank, as every other one has them."""
+        """The adapters of this rank, as every other one has them."""
         return self._local.kept()
 
 

@@ -19,7 +19,7 @@ from .staging import StagingSlot
 
 
 def sample(logits: Tensor, draws: Draws, out: Tensor) -> Tensor:
-    """One token id per row of `logits` [S, V] into `out` int64 [S].
+    """Draw one token id per row of `logits` [S, V] into `out` int64 [S].
 
     A draw depends on the logits and on (seed, position) alone, so that a recompute or another machine draws alike.
     Filters that no row uses are not computed.

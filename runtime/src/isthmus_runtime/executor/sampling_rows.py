@@ -32,7 +32,7 @@ class SamplingRows:
         }
 
     def set(self, row: int, sampling: SamplingParams) -> None:
-        """What the row's request asks for."""
+        """Set what the row's request asks for."""
         self._temperature[row] = min(sampling.temperature, _HOTTEST)
         # Any whole number is a seed: it is taken modulo 2^64.
         self._seeds[row] = (sampling.seed - _LEAST_INT64) % _UINT64 + _LEAST_INT64

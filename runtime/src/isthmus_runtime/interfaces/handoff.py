@@ -140,7 +140,7 @@ class KvHandoff(Protocol):
         """These blocks are written and final: move them while the next chunk computes."""
 
     def finish_send(self, attempt: str, result: PromptResult, now: float) -> None:
-        """All blocks were given; write the record last."""
+        """Write the record, last: all blocks were given."""
 
     def open_receive(self, job: ReceiveJob, now: float) -> Ticket:
         """Start a receiving leg and describe to the peer where to write."""

@@ -224,7 +224,7 @@ class Masks(Protocol):
     """One request's masks, computed beside whoever asks."""
 
     def allowed(self, generated: Sequence[int], most: int = 0) -> bytes | Later | None:
-        """As `Constraint.allowed`. Later: the work has begun; ask again when woken, and go on without meanwhile.
+        """See `Constraint.allowed`. Later: the work has begun; ask again when woken, and go on without meanwhile.
 
         `most`: as of `Constraint.forced`, which is asked in the same go.
         """
@@ -247,11 +247,11 @@ class Adapter(Protocol):
 
     @property
     def digest(self) -> str:
-        """Of its content: of its settings and its weights."""
+        """Digest of its content: of its settings and its weights."""
 
     @property
     def nbytes(self) -> int:
-        """What it takes of the host's memory."""
+        """Bytes that it takes of the host's memory."""
 
 
 class AdapterHolder(Protocol):

@@ -89,7 +89,7 @@ class PrefixIndex:
         num_tokens: int,
         token_ids: Sequence[int] | bytes | None,
     ) -> tuple[int, list[list[int]]]:
-        """As `BlockPool.lookup_groups`."""
+        """See `BlockPool.lookup_groups`."""
         packed: bytes | None = None
 
         def cached(group: int, index: int) -> bool:

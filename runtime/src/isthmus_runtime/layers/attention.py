@@ -102,7 +102,7 @@ class Attention:
         *,
         qkv: Tensor,
     ) -> None:
-        """Of all that a call does with x [T, H] only the write of keys and values; arguments as there."""
+        """Only write the keys and values of x [T, H]; arguments as of a call."""
         keys = None if batch.adapters is not None else self.qkv.outputs_from(self.num_heads * kv.pages.shape[4])
         cos, sin = ropes[self.rope]
         if keys is not None:

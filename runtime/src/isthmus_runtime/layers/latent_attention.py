@@ -103,7 +103,7 @@ class LatentAttention:
         *,
         qkv: Tensor,
     ) -> None:
-        """Of all that a call does with x [T, H] only the write of its rows; arguments as there."""
+        """Only write the latents of x [T, H]; arguments as of a call."""
         cos, sin = ropes[0]
         none = qkv[:, :0].view(len(x), 0, 2 * cos.shape[1])
         slots = batch.groups[kv.group].slot_mapping

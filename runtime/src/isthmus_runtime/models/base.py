@@ -158,11 +158,11 @@ class Model(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it computes in."""
+        """The dtype that it computes in."""
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are."""
+        """The device of its weights."""
 
     @property
     def weight_bytes(self) -> int:

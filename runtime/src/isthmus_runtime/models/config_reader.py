@@ -72,7 +72,7 @@ class ConfigReader(JsonReader):
     def common(
         self, *, head_dim: int | None = None, max_position: int = 2048, tied: bool = False, eps: float = 1e-6
     ) -> Common:
-        """What every family has.
+        """The fields that every family has.
 
         The arguments are a family's defaults; `head_dim` where heads are not an even split of the hidden size, `eps` of
         `rms_norm_eps`.

@@ -130,7 +130,7 @@ class JsonReader:
         return self.number(key)
 
     def assume(self, key: str, value: Any) -> None:
-        """What `key` is where the file does not have it at all."""
+        """Give `key` this value where the file does not have it at all."""
         self._values = {key: value, **self._values}
 
     def refuse_unread(self, owner: str) -> None:

@@ -43,7 +43,7 @@ class Slice(NamedTuple):
         return tensor.narrow(self.dim, self.start, self.stop - self.start)
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """It alone: the rest of the whole tensor can be freed."""
+        """A copy of the slice alone: the rest of the whole tensor can be freed."""
         part = self.of(tensor)
         return tensor if part.shape == tensor.shape else part.contiguous() if not part.is_contiguous() else part.clone()
 

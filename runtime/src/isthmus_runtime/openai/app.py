@@ -199,7 +199,7 @@ class _Api:
         self._tokenizer = tokenizer
         self._keys = Keys(config.api_key, config.tenants, clock)
         planning = Planning(memory)
-        tokenizer.long_texts.room = memory.room_elsewhere
+        tokenizer.long_texts.memory = memory
         self._requests = Lifecycle(
             self._keys,
             config.tenants,

@@ -44,7 +44,7 @@ class Batch:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all prompts."""
+        """Tokens of all prompts."""
         return sum(len(request.prompt_token_ids) for request in self.requests)
 
 

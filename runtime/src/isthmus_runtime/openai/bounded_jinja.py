@@ -128,7 +128,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def concat(parts: Iterable[str]) -> str:
-        """Of jinja2: how the pieces of the output, and of a macro's, become one text."""
+        """Overrides jinja2's: how the pieces of the output, and of a macro's, become one text."""
         budget, found, size = paid.BUDGET.get(), list[str](), 0
         for part in paid.counted(parts):
             found.append(part)
@@ -139,13 +139,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return "".join(found)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Of jinja2."""
+        """Overrides jinja2's."""
         # By the kinds that its own stems from: a bool has a number's methods, and marked-up text those of text.
         allowed = next((_ALLOWED[kind] for kind in type(obj).__mro__ if kind in _ALLOWED), None)
         return super().is_safe_attribute(obj, attr, value) if allowed is None else attr in allowed
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Of jinja2."""
+        """Overrides jinja2's."""
         format_text = super().wrap_str_format(value)
         if format_text is None:
             return None
@@ -157,18 +157,18 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return checked
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Of jinja2."""
+        """Overrides jinja2's."""
         paid.BUDGET.get().step()
         return super().getattr(obj, attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """Of jinja2, which hashes `argument`, and writes it where nothing is found."""
+        """Overrides jinja2's, which hashes `argument`, and writes it where nothing is found."""
         budget = paid.BUDGET.get()
         budget.make(budget.look(argument))
         return super().getitem(obj, argument)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Of jinja2."""
+        """Overrides jinja2's."""
         budget = paid.BUDGET.get()
         budget.step()
         if operator == "+":
@@ -192,7 +192,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Of jinja2, which calls it so that any name may be an argument."""
+        """Overrides jinja2's, which calls it so that any name may be an argument."""
         budget = paid.BUDGET.get()
         budget.step()
         # A macro's body pays for what it does with its arguments; all else may hash, compare or write them.

@@ -13,7 +13,7 @@ MAX_ECHOES = MAX_KEPT = 1 << 25
 
 
 class Budgets:
-    """Of one server."""
+    """The budgets of one server."""
 
     def __init__(self) -> None:
         self.scores = Budget(4 * MAX_SCORES, MAX_SCORES, "log-probabilities of prompts", 1 << 10)

@@ -18,8 +18,10 @@ MOST_STEPS = 1_000_000
 MOST_MADE, MOST_OF_A_TEXT, _FOR_EACH = 1 << 26, 1 << 20, 32
 """Bytes of texts made while rendering one prompt, and of one of them, and so many more for each byte that went in. For
 a short body no memory is set aside, and of all texts but one most are gone when the last is made."""
-SOME_STEPS = 20_000
+SOME_STEPS, SOME_MADE = 20_000, (1 << 20, 1 << 16)
 """What may be done on the event loop; beyond it, rendering starts anew in a thread."""
+SOME_TEXT = 1 << 14
+"""Characters of what was rendered that are tokenised there: 5 ms."""
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
 
 
@@ -71,17 +73,22 @@ class ChatTemplate:
         self.source = source
         self._special = dict(special_tokens)
 
-    def render(self, conversation: Conversation, *, steps: int = MOST_STEPS) -> str:
-        """The prompt text. InvalidRequest (`messages`) when the template refuses, for example the order of roles, or
-        needs more than `steps`."""
+    def render(
+        self, conversation: Conversation, *, steps: int = MOST_STEPS, made: tuple[int, int] | None = None
+    ) -> str:
+        """The prompt text. InvalidRequest (`messages`) when the template refuses, for example the order of roles;
+        TooCostly when it needs more than `steps`, or makes more bytes of text than `made`, in all or at once. None: as
+        many as a conversation of its length may."""
         reserved = _RESERVED & set(conversation.kwargs)
         if reserved:
             name = sorted(reserved)[0]
             raise InvalidRequest(
                 f"chat_template_kwargs: {name} has a parameter of its own; give it there", param="chat_template_kwargs"
             )
-        more = _FOR_EACH * _size(conversation)
-        budget = Budget(steps, MOST_MADE + more, MOST_OF_A_TEXT + more)
+        if made is None:
+            more = _FOR_EACH * _size(conversation)
+            made = MOST_MADE + more, MOST_OF_A_TEXT + more
+        budget = Budget(steps, *made)
         try:
             with paying_from(budget):
                 return self._template.render(

@@ -51,7 +51,7 @@ class Choice:
 
     @property
     def mean_logprob(self) -> float:
-        """By token: what the best of several candidates have most of."""
+        """The mean by token: what the best of several candidates have most of."""
         return self._likelihood / max(1, self.tokens)
 
     def named(self, error: RequestError) -> RequestError:

@@ -24,7 +24,7 @@ MAX_TOOLS = 1 << 20
 
 
 class Conversations:
-    """Of one model, as the server is set. Called from several threads."""
+    """Makes conversations of chat requests for one model, as the server is set. Called from several threads."""
 
     def __init__(self, tokenizer: Tokenizer, config: ChatConfig) -> None:
         self._tokenizer = tokenizer

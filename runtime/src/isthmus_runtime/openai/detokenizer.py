@@ -48,7 +48,7 @@ class Stops:
 
     @property
     def bytes_held(self) -> int:
-        """What it takes, about."""
+        """Bytes that it takes, about."""
         return _OF_A_STATE * len(self.next)
 
     def _join(self, state: int, char: str, after: int) -> int:

@@ -89,7 +89,7 @@ class VectorRequests:
         priority: int = 0,
         cache_salt: str = "",
     ) -> tuple[GenerateRequest, ...]:
-        """One for each prompt."""
+        """One request for each prompt."""
         return tuple(
             GenerateRequest(
                 request_id=f"{answer_id}-{number}",

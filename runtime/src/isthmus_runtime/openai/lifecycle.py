@@ -53,12 +53,12 @@ Answering = Callable[[Call, _P, Progress], Coroutine[Any, Any, None]]
 
 
 def openai_error(error: RequestError) -> dict[str, Any]:
-    """As OpenAI's clients read it."""
+    """An error as OpenAI's clients read it."""
     return {"error": error.to_json()}
 
 
 class Lifecycle:
-    """Of the requests of one process."""
+    """The life of the requests of one process."""
 
     def __init__(
         self,

@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
-from ..errors import EngineFailed, InvalidRequest, Overloaded
-from ..serving.memory import give_back
+from ..errors import EngineFailed, InvalidRequest, MemoryShort, Overloaded
+from ..serving.memory import MemoryGuard, give_back
 from ..sharing.threads_in_turns import away, spent, whose
 from .long_texts_process import ANSWER, END, ENDED, JOB, NO_MEMORY, TEXT, Answer, Ended, Job, Pipes, serve
 
@@ -32,12 +32,18 @@ _log = logging.getLogger(__name__)
 
 MOST_S = 5.0
 """Of a processor, for one text: a million letters take one or two."""
+_SHORT_S, _OF_A_BYTE_S = 0.5, 20e-6
+"""The same for a short one, and how much more for each of its bytes: usual ones take a twentieth of it."""
+_HALF_S, _LITTLE_S = 30.0, 0.01
+"""In which half of what a client has taken is forgotten, and what is as good as nothing."""
 ANY_MEMORY = 4 << 30
 """Bytes that a text may take where no limit of memory is known."""
 _WALL = 20.0
 """How many times as long it is waited for, on a machine that does much else."""
 _END_S = 5.0
 """How long it is waited for the end of a text that was ended."""
+_MEMORY_S = 5.0
+"""How long a text waits for its memory."""
 _LOOK_S = 0.1
 """Between two times that it is asked whether somebody still waits."""
 _PIECE = 1 << 20
@@ -46,16 +52,16 @@ _BY_OTHERS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class LongTexts:
-    """Of one model. Safe to use from several threads; one text at a time, clients in a circle."""
+    """Of one model. Safe to use from several threads; one text at a time, of the client whose have taken least."""
 
-    def __init__(
-        self, tokenizers: Sequence[Callable[[], Tokenizer]], room: Callable[[], int | None] = lambda: None
-    ) -> None:
-        """`tokenizers`: as texts ask for them by number. `room`: bytes that a text may take at present; None:
-        ANY_MEMORY."""
-        self.room = room
+    def __init__(self, tokenizers: Sequence[Callable[[], Tokenizer]]) -> None:
+        """`tokenizers`: as texts ask for them by number."""
+        self.memory = MemoryGuard()
+        """Of this process: says what a text may take at present. Where it does not, ANY_MEMORY."""
         self._tokenizers = tokenizers
         self._line = _Line()
+        self._pause = threading.Event()
+        """Never set: nobody tells when there is memory again."""
         self._process: _Process | None = None
 
     def start(self) -> None:
@@ -81,18 +87,36 @@ class LongTexts:
         by: number of the tokenizer; special: with the tokens that a prompt has before and after it.
 
         InvalidRequest: it takes more memory than there is room for, or more than MOST_S of a processor. Overloaded
-        (503) where the process does not get to run, or is ended by others. Raises as `room`, and as `go_on` meanwhile.
+        (503) where the process does not get to run, or is ended by others, and as MemoryShort where memory is not there
+        for some seconds. Raises as `go_on` meanwhile.
         """
         data = text.encode()
         with away() as check, self._line.turn(whose(), check):
-            room = self.room()
-            memory = ANY_MEMORY if room is None else room
-            ended, (count, ids) = self._ask(
-                Job(by, special, -1 if most is None else most, last, memory, MOST_S, len(data)), data, check
-            )
+            seconds = min(MOST_S, _SHORT_S + _OF_A_BYTE_S * len(data))
+            with self._memory_for_one(check) as memory:
+                job = Job(by, special, -1 if most is None else most, last, memory, seconds, len(data))
+                ended, (count, ids) = self._ask(job, data, check)
         spent(ended.seconds)
-        self._check(ended.status, len(text), memory)
+        self._check(ended.status, job, len(text))
         return count, ids
+
+    @contextmanager
+    def _memory_for_one(self, check: Callable[[], None]) -> Iterator[int]:
+        """Bytes that it may take; waits for what others have set aside."""
+        until = time.monotonic() + _MEMORY_S
+        while True:
+            try:
+                size = self.memory.take_elsewhere()
+                break
+            except MemoryShort:
+                if time.monotonic() > until:
+                    raise
+            self._pause.wait(_LOOK_S)
+            check()
+        try:
+            yield ANY_MEMORY if size is None else size
+        finally:
+            self.memory.give_back_elsewhere()
 
     def _ask(self, job: Job, data: bytes, check: Callable[[], None]) -> tuple[Ended, tuple[int, array[int]]]:
         for _ in range(2):
@@ -115,15 +139,15 @@ class LongTexts:
         )
 
     @staticmethod
-    def _check(status: int, size: int, memory: int) -> None:
+    def _check(status: int, job: Job, size: int) -> None:
         if status == 0:
             return
         by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
         what = f"a text of {size} characters, or a part of it without a place to cut it,"
         if by == signal.SIGPROF:
             raise InvalidRequest(
-                f"{what} takes more than {MOST_S:g} s of a processor to be tokenised at a time: send less, with spaces "
-                "or lines in it"
+                f"{what} takes more than {job.seconds:.2g} s of a processor to be tokenised at a time: send less, with "
+                "spaces or lines in it"
             )
         if by in _BY_OTHERS:
             raise Overloaded(
@@ -132,8 +156,8 @@ class LongTexts:
             )
         if by in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS) or os.waitstatus_to_exitcode(status) == NO_MEMORY:
             raise InvalidRequest(
-                f"{what} takes more than {memory >> 20} MiB to be tokenised at a time, which is what there is for it: "
-                "send less, with spaces or lines in it, or raise --memory-limit"
+                f"{what} takes more than {job.memory >> 20} MiB to be tokenised at a time, which is what there is for "
+                "it: send less, with spaces or lines in it, or raise --memory-limit"
             )
         raise EngineFailed(f"{what} could not be tokenised; the log of this process has the details")
 
@@ -143,16 +167,20 @@ class _Gone(Exception):
 
 
 class _Line:
-    """One thread at a time: clients in a circle, each one's own in the order of their coming."""
+    """One thread at a time: of those that wait the client whose texts have taken least of late, each one's own in the
+    order of their coming."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._changed = threading.Condition()
         self._waiting: OrderedDict[str, deque[object]] = OrderedDict()
         self._has: object | None = None
+        self._taken: dict[str, tuple[float, float]] = {}
+        """Seconds that a client's texts had taken, and when."""
 
     @contextmanager
     def turn(self, who: str, check: Callable[[], None]) -> Iterator[None]:
-        """`check` raises where it is waited for no more."""
+        """`check` raises where it is waited for no more. What is done within counts as the client's."""
         me = object()
         with self._changed:
             self._waiting.setdefault(who, deque()).append(me)
@@ -164,18 +192,27 @@ class _Line:
             except BaseException:
                 self._leave(who, me)
                 raise
+        begun = self._clock()
         try:
             yield
         finally:
             with self._changed:
+                now = self._clock()
+                self._taken[who] = self._of_late(who, now) + now - begun, now
+                self._taken = {name: one for name, one in self._taken.items() if self._of_late(name, now) > _LITTLE_S}
                 self._has = None
                 self._next()
 
+    def _of_late(self, who: str, now: float) -> float:
+        taken, at = self._taken.get(who, (0.0, now))
+        return taken * float(0.5 ** ((now - at) / _HALF_S))
+
     def _next(self) -> None:
         if self._has is None and self._waiting:
-            who, mine = next(iter(self._waiting.items()))
+            now = self._clock()
+            who = min(self._waiting, key=lambda name: self._of_late(name, now))
+            mine = self._waiting.pop(who)
             self._has = mine.popleft()
-            del self._waiting[who]
             if mine:
                 self._waiting[who] = mine  # behind all others
             self._changed.notify_all()

@@ -19,7 +19,7 @@ _OPTIONS = TypeAdapter(SamplingOptions)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFiles:
-    """Of one directory."""
+    """What the API reads of one model directory."""
 
     tokenizer: HfTokenizer
     """Cuts and pads nothing."""

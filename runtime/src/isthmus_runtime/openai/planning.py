@@ -32,7 +32,7 @@ _M = TypeVar("_M")
 
 
 class Planning:
-    """Of one process, in turns of clients. Belongs to its event loop."""
+    """Plans the requests of one process, in turns of clients. Belongs to its event loop."""
 
     def __init__(self, memory: MemoryGuard) -> None:
         self._memory = memory
@@ -40,7 +40,7 @@ class Planning:
         # What a thread has begun cannot be ended: generations have others than what no engine is asked for.
         # Large ones have threads of their own, of which one client has one: a megabyte of digits takes seconds, in one
         # piece.
-        self._computing = ThreadsInTurns(1, "compute", _MOST_COMPUTING, _WAIT_TO_COMPUTE)
+        self._computing = ThreadsInTurns(1, "compute", _MOST_COMPUTING, _WAIT_TO_COMPUTE, pauses=True)
         self._computing_large = ThreadsInTurns(2, "compute-large", _MOST_COMPUTING, _WAIT_TO_COMPUTE, pauses=False)
         self._may_compute = Turns(_MOST_COMPUTING, _WAIT_TO_COMPUTE, 2)
         self._planners = ThreadsInTurns(
@@ -55,6 +55,7 @@ class Planning:
             Reserve(partial(_share, memory, quarters), _MOST_PLANNING, _WAIT, self._planners, held_s)
             for quarters, held_s in ((1, _SMALL_HELD_S), (3, MOST_HELD_S))
         )
+        memory.add_reserve(lambda: self._small.used + self._large.used)
 
     async def short(self, who: str, plan: Callable[[], _M]) -> _M:
         """What `plan` makes, here and now, or in a turn of the event loop that has room for it."""

@@ -28,7 +28,7 @@ class Echo:
 
     @property
     def bytes_held(self) -> int:
-        """What it takes, about."""
+        """Bytes that it takes, about."""
         wide = 1 if self.text.isascii() else 4
         return wide * len(self.text) + _OF_A_NUMBER * len(self.offsets)
 

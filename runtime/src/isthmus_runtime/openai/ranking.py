@@ -85,7 +85,7 @@ class ScoreRequest(_Pairs):
     text_2: _Text | Annotated[list[_Text], Field(min_length=1, max_length=MAX_PAIRS)]
 
     def pairs(self) -> list[tuple[str, str]]:
-        """As many as texts in `text_2`. InvalidRequest where the lists do not go together."""
+        """The pairs: as many as texts in `text_2`. InvalidRequest where the lists do not go together."""
         first = [self.text_1] if isinstance(self.text_1, str) else self.text_1
         second = [self.text_2] if isinstance(self.text_2, str) else self.text_2
         if len(first) not in (1, len(second)):
@@ -113,7 +113,7 @@ class Ranking(BaseModel):
 
 
 class Score(BaseModel):
-    """Of one pair."""
+    """The score of one pair."""
 
     object: Literal["score"]
     index: int

@@ -10,7 +10,7 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class PromptTokensDetails(BaseModel):
-    """Of the prompt."""
+    """Details of the prompt's tokens."""
 
     cached_tokens: int
 
@@ -82,7 +82,7 @@ class TokenLogprob(TopLogprob):
 
 
 class ChatLogprobs(BaseModel):
-    """In the order of the text."""
+    """Log-probabilities in the order of the text."""
 
     content: list[TokenLogprob]
     refusal: None
@@ -155,7 +155,7 @@ class Model(BaseModel):
 
 
 class ModelList(BaseModel):
-    """All of them."""
+    """All models that are served."""
 
     object: Literal["list"] = "list"
     data: list[Model]

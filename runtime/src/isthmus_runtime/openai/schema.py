@@ -334,7 +334,7 @@ def parse_completion(body: bytes) -> CompletionRequest:
 
 
 def completion_request(data: Mapping[str, Any]) -> CompletionRequest:
-    """The same of a body that is parsed."""
+    """Parameters of /v1/completions from a body that is parsed."""
     return parsed(CompletionRequest, data, _NEUTRAL_COMPLETION)
 
 
@@ -344,7 +344,7 @@ def parse_chat(body: bytes) -> ChatRequest:
 
 
 def chat_request(data: Mapping[str, Any]) -> ChatRequest:
-    """The same of a body that is parsed, or was translated from another endpoint's."""
+    """Parameters of a chat from a body that is parsed, or was translated from another endpoint's."""
     return parsed(ChatRequest, data, _NEUTRAL_CHAT)
 
 

@@ -85,7 +85,7 @@ class StructuredOutputs(_Strict):
         return self
 
     def structure(self) -> Structure:
-        """The same as the engine knows it."""
+        """The structure as the engine knows it."""
         if self.json_ is not None:
             return Structure("json_schema", self.json_ if isinstance(self.json_, str) else json.dumps(self.json_))
         if self.regex is not None:

@@ -141,7 +141,7 @@ class Tenants:
         self._use = {name: use for name, use in self._use.items() if name in there or use.generations}
 
     def of_key(self, key: bytes) -> Tenant | None:
-        """Whose key it is."""
+        """The tenant whose key it is."""
         return self._by_key.get(_digest(key))
 
     def admit(self, tenant: Tenant, now: float) -> None:

@@ -21,7 +21,7 @@ def ids_of(
 
 
 def ids_of_passed_on(tokenizer: Tokenizer, prompt: PromptText) -> tuple[int, ...]:
-    """The same of a prompt that was passed on as text."""
+    """`ids_of` for a prompt that was passed on as text."""
     return ids_of(tokenizer, prompt.text, prompt.room, special=prompt.special)
 
 

@@ -19,7 +19,7 @@ from ..request import SamplingOptions
 from ..sharing.threads_in_turns import go_on
 from ..tokenising import AT_ONCE
 from .bounds import Letters, cut, growth, may_cut, token_bound
-from .chat import MOST_STEPS, SOME_STEPS, ChatTemplate, Conversation, NeedsThread, TooCostly
+from .chat import SOME_MADE, SOME_STEPS, SOME_TEXT, ChatTemplate, Conversation, NeedsThread, TooCostly
 from .control import ControlTokens, Marks
 from .expressions import Runs, expressions, is_steady
 from .long_texts import LongTexts
@@ -219,11 +219,16 @@ class Tokenizer:
         if conversation.continue_final_message:
             shown = _with_cut(shown, marks.cut)
         try:
-            text = self._template.render(shown, steps=SOME_STEPS if briefly else MOST_STEPS)
+            if briefly:
+                text = self._template.render(shown, steps=SOME_STEPS, made=SOME_MADE)
+            else:
+                text = self._template.render(shown)
         except TooCostly:
             if briefly:
                 raise NeedsThread from None
             raise
+        if briefly and (len(text) > SOME_TEXT or self._letters(text) > _HERE):
+            raise NeedsThread  # a template may make much of little, which would wait for another process
         if conversation.continue_final_message:
             text, found, _ = text.rpartition(marks.cut)
             if not found:

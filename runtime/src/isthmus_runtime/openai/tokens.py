@@ -51,7 +51,7 @@ class Detokenized(BaseModel):
 
 
 def written(answer: BaseModel) -> bytes:
-    """As JSON. Lists of millions are written in parts, between which other threads run."""
+    """An answer as JSON. Lists of millions are written in parts, between which other threads run."""
     parts = (f"{json.dumps(name)}:{_value(value)}" for name, value in answer)
     return f"{{{','.join(parts)}}}".encode()
 

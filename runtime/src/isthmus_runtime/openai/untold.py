@@ -32,7 +32,7 @@ class TextSize:
         self._wide = False
 
     def more(self, *pieces: str) -> int:
-        """By how many it has grown with `pieces`."""
+        """How much it has grown by `pieces`."""
         new = sum(map(len, pieces))
         self._length += new
         if self._wide:
@@ -44,14 +44,14 @@ class TextSize:
 
 
 class AnswerScores:
-    """Of one server."""
+    """What the answers of one server hold until it is told."""
 
     def __init__(self) -> None:
         self.held = 0
         self._answers: set[Untold] = set()
 
     def answer(self, who: str = "", task: object = None) -> Untold:
-        """Of one request of a client, which the task works on, while it is entered."""
+        """Count what one request of a client holds, which the task works on, while it is entered."""
         return Untold(self, who, task)
 
     def by_task(self) -> Iterator[tuple[object, int]]:
@@ -96,7 +96,7 @@ class Untold:
         self._budget.ends(self)
 
     def add(self, count: int) -> None:
-        """So many more. InvalidRequest: too many of one request; Overloaded (429): of all, and here are most."""
+        """Count so many more. InvalidRequest: too many of one request; Overloaded (429): of all, and here are most."""
         self.held += count
         self._budget.held += count
         if self.held > MAX_OF_AN_ANSWER:
@@ -125,6 +125,6 @@ class Untold:
             self.told(-count)
 
     def told(self, count: int) -> None:
-        """So many were sent."""
+        """Note that so many were sent."""
         self.held -= count
         self._budget.held -= count

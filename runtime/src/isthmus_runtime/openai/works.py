@@ -40,7 +40,7 @@ _Work = TypeVar("_Work", Job, Batch)
 
 
 class Works:
-    """Of all requests that generate, embed or score."""
+    """Works on all requests that generate, embed or score."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Works:
             _describe_answer(span, usage)
 
     async def batch(self, call: Call, plan: Callable[[bytes], Batch], progress: Progress) -> None:
-        """The same of a batch, which is answered in one piece."""
+        """`generate` for a batch, which is answered in one piece."""
         progress.stage = "reading"
         body = await call.read()
         progress.stage, who = "planning", whose(call, progress.tenant)

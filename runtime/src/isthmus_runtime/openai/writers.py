@@ -13,7 +13,7 @@ _M = TypeVar("_M")
 
 
 class Writers:
-    """Of one server. Belongs to one event loop."""
+    """Writes the answers of one server. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._threads = ThreadsInTurns(_PLACES, "write", _MOST_WAITING, "large answers wait to be written")

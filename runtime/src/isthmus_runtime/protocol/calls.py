@@ -36,7 +36,7 @@ class PrefillCall(Wire):
 
 
 class TicketCall(Wire):
-    """What a prompt that was begun without its ticket has been waiting for. Ignored where that has ended."""
+    """The ticket of a prompt that was begun without. Ignored where that has ended."""
 
     ticket: Ticket
 

@@ -33,7 +33,7 @@ from .status import ServiceStatus, kv_usage, service_status
 
 
 class RouterState(BaseModel):
-    """Of the router, for probes."""
+    """State of the router, for probes."""
 
     status: str
 
@@ -45,18 +45,21 @@ class RouterHealth(RouterState):
 
 
 class Router:
-    """A router on the running event loop: its Backend, its routes, its pool. Made by `make_router`."""
+    """A router on the running event loop: its Backend, its routes, its pool."""
 
     def __init__(
         self,
         config: RouterConfig,
         registry: CollectorRegistry,
         in_flight: InFlight,
+        *,
         resolve: Resolve = resolve_all,
         credentials: Credentials | None = None,
         tokenizer: OwnTokenizer | None = None,
         memory: MemoryGuard | None = None,
     ) -> None:
+        """`resolve` finds engine addresses, which `credentials` are shown to. `tokenizer` None: it is never given
+        prompts as text. `memory` is told by probes."""
         self._config = config
         self._memory = MemoryGuard() if memory is None else memory
         self._credentials = credentials
@@ -161,18 +164,3 @@ class Router:
     async def _metrics(self) -> Response:
         """Prometheus text."""
         return Response(await self._scrapes.text(), headers={"Content-Type": CONTENT_TYPE})
-
-
-def make_router(
-    config: RouterConfig,
-    registry: CollectorRegistry,
-    in_flight: InFlight,
-    *,
-    resolve: Resolve = resolve_all,
-    credentials: Credentials | None = None,
-    tokenizer: OwnTokenizer | None = None,
-    memory: MemoryGuard | None = None,
-) -> Router:
-    """A router for `config`. Must be called on the event loop it will run on; `resolve` finds engine addresses, which
-    `credentials` are shown to. `tokenizer` None: it is never given prompts as text. `memory` is told by probes."""
-    return Router(config, registry, in_flight, resolve, credentials, tokenizer, memory)

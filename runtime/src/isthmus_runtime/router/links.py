@@ -31,7 +31,7 @@ LOST = (OSError, TimeoutError)
 
 
 def new_session() -> aiohttp.ClientSession:
-    """For probes of engines: no limit on connections, no cookies, no overall timeout."""
+    """A session for probes of engines: no limit on connections, no cookies, no overall timeout."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0),
         cookie_jar=aiohttp.DummyCookieJar(),
@@ -66,7 +66,7 @@ class Links:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def open(self, url: str, path: str, body: Sequence[bytes], more: bytes = b"") -> Coroutine[Any, Any, Exchange]:
-        """POST and return at the answer's head. `more`: header lines. Raises one of LOST. The body is let go of as soon
+        """POST and return at the answer's head. `more`: header lines. Raises one of LOST. The body is dropped as soon
         as it is sent."""
         return self._wire.post(url, path, body, more)
 

@@ -42,7 +42,7 @@ def takes(own: OwnTokenizer | None, engine: Endpoint) -> bool:
 
 
 def expected_tokens(request: GenerateRequest) -> int:
-    """Of its prompt; a guess for text."""
+    """Tokens of its prompt; a guess for text."""
     if request.prompt is None:
         return len(request.prompt_token_ids)
     return len(request.prompt.text) // _CHARACTERS_A_TOKEN + 1

@@ -78,7 +78,7 @@ class PrefillLeg:
         await self._reserved.wait()
 
     def close(self) -> None:
-        """It counts no more in the engine's load."""
+        """Count it no more in the engine's load."""
         self._hold.release()
 
     # --------------------------------------------------------------------------------------------------- internals

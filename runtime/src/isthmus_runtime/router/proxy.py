@@ -162,7 +162,7 @@ class RouterBackend:
             self._end(attempt)
 
     async def push(self, request: GenerateRequest, take: Take) -> None:
-        """The same, of `Pushing`."""
+        """See `Pushing`."""
         attempt, chunk = await self._start(request)
         try:
             self._count(request, chunk)

@@ -27,7 +27,7 @@ class Rates:
         self._samples: deque[_Sample] = deque()
 
     def add(self, now: float, epoch: str, load: LoadInfo) -> None:
-        """What a probe at `now`, in seconds, has found."""
+        """Add what a probe at `now`, in seconds, has found."""
         samples = self._samples
         if epoch != self._epoch:
             samples.clear()

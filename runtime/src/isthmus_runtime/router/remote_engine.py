@@ -109,7 +109,7 @@ class RemoteEngine:
         return self._own.now - self.last_answer
 
     def heard(self) -> None:
-        """It has said something."""
+        """Note that it has said something."""
         self.last_answer = self._own.now
 
     @property

@@ -58,7 +58,7 @@ class Exchange(asyncio.Protocol):
         self._arrived: Callable[[], None] | None = None
         self._error: OSError | None = None
         self._parser: HttpResponseParser | None = HttpResponseParser(self)
-        """Refers back to this: let go of with the connection, or what was not read would wait for the collector."""
+        """Refers back to this: dropped with the connection, or what was not read would wait for the collector."""
         self._unread = 0
         """Bytes of which the parser has made neither a head nor a part of a body."""
         self._framed = False

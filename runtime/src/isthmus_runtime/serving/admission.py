@@ -60,11 +60,11 @@ class Connections(Generic[_C]):
             self._waiting.move_to_end(connection)
 
     def works(self, connection: _C) -> None:
-        """It has a whole request, which is being answered."""
+        """Note that it has a whole request, which is being answered."""
         self._waiting.pop(connection, None)
 
     def remove(self, connection: _C) -> None:
-        """It is gone. Idempotent."""
+        """Forget one that is gone. Idempotent."""
         address = self._address.pop(connection, None)
         if address is None:
             return
@@ -92,7 +92,7 @@ class BodyBudget(Generic[_C]):
         """Addresses that have more than their share."""
 
     def bound(self, most: int) -> None:
-        """So many bytes from now on. Nobody gives way for that before the next one comes."""
+        """Bound all bodies by so many bytes from now on. Nobody gives way for that before the next one comes."""
         self.most = most
         self._share = most - most // 4
 
@@ -136,8 +136,8 @@ class BodyBudget(Generic[_C]):
         if (address := self._addresses.pop(holder, "")) != "":
             self._count(address, -size)
 
-    def let_go(self, holder: _C, size: int) -> None:
-        """So many of its bytes are no longer needed; it is arriving, or not, as before."""
+    def release_part(self, holder: _C, size: int) -> None:
+        """Give back so many of its bytes; it is arriving, or not, as before."""
         held = self._held.get(holder, 0)
         if size >= held:
             self.release(holder)

@@ -34,13 +34,13 @@ class Asker(Protocol):
 
     @property
     def default_headers(self) -> list[tuple[bytes, bytes]]:
-        """Of every answer, as of now."""
+        """Headers of every answer, as of now."""
 
     def planned(self) -> None:
         """The request that is answered needs its body no more."""
 
     def wrote(self, size: int) -> None:
-        """So many bytes more of an answer were written."""
+        """Note that so many bytes more of an answer were written."""
 
     def answered(self, one: Answering) -> None:
         """Its handler has ended."""

@@ -55,7 +55,7 @@ class ErrorAnswer(BaseModel):
 
 
 class Version(BaseModel):
-    """Of this software."""
+    """Version of this software."""
 
     version: str
 

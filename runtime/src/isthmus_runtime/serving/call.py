@@ -43,7 +43,7 @@ class Call(Request):
 
     @property
     def path(self) -> str:
-        """Of the URL."""
+        """Path of the URL."""
         return str(self.scope["path"])
 
     async def read(self) -> bytes:
@@ -59,7 +59,7 @@ class Call(Request):
         return b"".join([part["body"] for part in parts])
 
     def drop(self, beside: int = 0, who: str = "") -> None:
-        """What was read is needed no more: others' bodies may have its room, however long the answer takes. `beside`:
+        """Drop what was read: others' bodies may have its room, however long the answer takes. `beside`:
         bytes that its handler holds and counts, and `who` asked, for the choice of who gives way where memory runs
         short."""
         if (dropped := self.scope.get("extensions", {}).get(DROPPED)) is not None:
@@ -108,7 +108,7 @@ class CallRoute(APIRoute):
     to resolve, FastAPI's part of a request is finding the route."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Of starlette."""
+        """Overrides starlette's."""
         if self.methods and scope["method"] in self.methods:
             await self.endpoint(Call(scope, receive, send))
         else:

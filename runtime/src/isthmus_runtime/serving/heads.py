@@ -21,7 +21,7 @@ class UnknownCoding(InvalidRequest):
 
 
 class Head(NamedTuple):
-    """Of a request."""
+    """The head of a request."""
 
     has_body: bool
     encoded: bool

@@ -51,13 +51,13 @@ class InFlight:
         self._idle.clear()
 
     def remove(self, task: asyncio.Task[object]) -> None:
-        """It does not any more."""
+        """Note that the request has ended."""
         self._tasks.discard(task)
         if not self._tasks:
             self._idle.set()
 
     def refusal(self) -> Overloaded:
-        """What a request gets that this process will not take or finish."""
+        """The error of a request that this process will not take or finish."""
         return Overloaded("this process is shutting down; try again", retry_after_s=1.0)
 
     def cancelled(self) -> RequestError | None:

@@ -23,7 +23,7 @@ _WBITS = {b"gzip": 31, b"x-gzip": 31, b"deflate": 15}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Of one port, every path alike."""
+    """Limits of one port, every path alike."""
 
     max_connections: int = 16_384
     """Fewer where the process may not open enough descriptors for them (`admission.connections_within`)."""

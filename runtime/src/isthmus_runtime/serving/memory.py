@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -39,8 +40,8 @@ def give_back() -> None:
         _trim(0)
 
 
-def let_go_of_large_blocks() -> None:
-    """From now on what is large is a mapping of its own, which is gone when it is freed.
+def map_large_blocks() -> None:
+    """From now on allocate what is large as a mapping of its own, which is gone when it is freed.
 
     By itself glibc takes blocks of up to 32 MiB from its heaps once some were freed, and keeps as much as 64 MiB at the
     end of each: one for each thread, of which `give_back` gives back nothing. For processes that compute no model,
@@ -84,7 +85,7 @@ _trim = _find_trim()
 
 
 class MemoryGuard:
-    """Of one process. Belongs to its event loop."""
+    """Watches the memory of one process. Belongs to its event loop."""
 
     def __init__(
         self,
@@ -101,6 +102,9 @@ class MemoryGuard:
         self._use = use
         self._reserved = reserved
         self._books: list[Callable[[], Iterable[tuple[object, int]]]] = []
+        self._reserves: list[Callable[[], int]] = []
+        self._lending = threading.Lock()
+        self._lent = 0
         self._refused = refused
         self._trim_others = trim_others
         self._clock = clock
@@ -112,7 +116,7 @@ class MemoryGuard:
         self._trimming: Future[None] | None = None
 
     def start(self) -> None:
-        """What is there now is no request's. ConfigError: it is more than the limit."""
+        """Count what is there now as no request's. ConfigError: it is more than the limit."""
         if self._use is None:
             return
         self._last = self._use.read()
@@ -150,7 +154,7 @@ class MemoryGuard:
 
     @property
     def share(self) -> float:
-        """Of the memory that requests may take, how much they have, 0 to 1."""
+        """The share of the memory for requests that they have, 0 to 1."""
         return 0.0 if self._pressure is None else self._pressure.share
 
     @property
@@ -163,18 +167,29 @@ class MemoryGuard:
         """Bytes that may be taken, all together, by what is made of bodies while they are planned; None: any."""
         return None if self.room is None else self.room // 2
 
-    def room_elsewhere(self) -> int | None:
-        """Bytes that a process which works for this one may take now, one at a time; None: any. MemoryShort: they are
-        not there. From any thread."""
+    def add_reserve(self, set_aside: Callable[[], int]) -> None:
+        """`set_aside` tells how many bytes works on the way may take at present, all together. From any thread."""
+        self._reserves.append(set_aside)
+
+    def take_elsewhere(self) -> int | None:
+        """Bytes that a process which works for this one may take from now on, one at a time; None: any. MemoryShort:
+        they are not there beside what is set aside for works on the way. From any thread."""
         if self.room is None:
             return None
         size = self.room // 4
-        if self._last.limit - self._last.used < size:
-            raise MemoryShort(
-                f"memory: {self._cause()}, and {size // _MIB} MiB are needed beside it for a text of this length; try "
-                "again, or send less"
-            )
+        with self._lending:
+            assert not self._lent, "one at a time"
+            if self._last.limit - self._last.used - sum(told() for told in self._reserves) < size:
+                raise MemoryShort(
+                    f"memory: {self._cause()}, and {size // _MIB} MiB are needed beside it and what is being planned, "
+                    "for a text of this length; try again, or send less"
+                )
+            self._lent = size
         return size
+
+    def give_back_elsewhere(self) -> None:
+        """That process has ended, or has nothing to do any more. From any thread."""
+        self._lent = 0
 
     @property
     def excess(self) -> int:
@@ -183,7 +198,7 @@ class MemoryGuard:
 
     @property
     def told(self) -> str:
-        """For probes."""
+        """The level in words, for probes."""
         return "unlimited" if self._use is None else self.level.name.lower()
 
     @property
@@ -201,7 +216,7 @@ class MemoryGuard:
         return self._pressure is not None and (works or self._clock() - self._looked >= _IDLE_LOOK_S)
 
     def came(self, size: int) -> bool:
-        """So many bytes of a body more are here. Whether memory is tight."""
+        """Note so many more bytes of a body. Whether memory is tight."""
         self._come += size
         if self._come >= LOOK_AFTER:
             self.look()
@@ -251,7 +266,7 @@ class MemoryGuard:
 
     def _lacks(self, size: int) -> bool:
         most = self.room_on_the_way
-        return most is not None and self._last.limit - self._last.used < min(size, most)
+        return most is not None and self._last.limit - self._last.used - self._lent < min(size, most)
 
     def may_end(self) -> bool:
         """Whether one of the requests that run has to end now."""

@@ -63,7 +63,7 @@ class MemoryUse:
         self._processes.append(_statm(pid))
 
     def read(self) -> Use:
-        """As of now. Raises OSError."""
+        """The use as of now. Raises OSError."""
         mine = sum(map(_anonymous, self._processes))
         if self._usage is None or self._stat is None:
             return Use(mine, mine, self.limit)

@@ -85,7 +85,7 @@ class PortState(ServerState):
             )
 
     def wrote(self, size: int) -> None:
-        """So many bytes more that wait to be read, if not so many: by and by all are looked at."""
+        """Note so many more bytes that wait to be read; all are looked at by and by."""
         self._written += size
         if self._written > self.limits.max_unread // _LOOKS:
             self.bound_unread()

@@ -34,7 +34,7 @@ class Level(IntEnum):
 
 
 class Use(NamedTuple):
-    """Of memory, in bytes."""
+    """Use of memory, in bytes."""
 
     mine: int
     """What this process has, and those that work for it."""
@@ -44,7 +44,7 @@ class Use(NamedTuple):
 
 
 class Pressure:
-    """Of one process."""
+    """Memory pressure of one process."""
 
     def __init__(self, start: Use, reserved: int = 0) -> None:
         """`start`: when no request was there yet. `reserved`: bytes that this process has promised itself and takes by

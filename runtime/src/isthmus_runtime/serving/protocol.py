@@ -80,7 +80,7 @@ class Protocol(HttpToolsProtocol):
         self._refused: RequestResponseCycle | None = None
         """Whose body was arriving when that was refused."""
         self.refusal: RequestError | None = None
-        """As of `Asker`."""
+        """See `Asker`."""
         self._deaf = False
         """Nothing more is understood; what comes is dropped."""
         self._arrived = 0
@@ -91,7 +91,7 @@ class Protocol(HttpToolsProtocol):
     # ------------------------------------------------------------------------------------------------------- arriving
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Of asyncio."""
+        """asyncio's callback."""
         super().connection_made(transport)
         self.flow: Flow = Flow(transport)
         leaver = self.server_state.table.add(self, self._address)
@@ -99,15 +99,15 @@ class Protocol(HttpToolsProtocol):
             leaver.give_way(Overloaded("too many connections; try again", retry_after_s=1.0))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Of asyncio."""
+        """asyncio's callback."""
         super().connection_lost(exc)
         self.server_state.table.remove(self)
         self.server_state.bodies.release(self)
         self._forsake()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Of asyncio: the client sends no more. It has left, or has closed its side alone and still reads; what becomes
-        of the next bytes to it tells the two apart. True: the connection stays open for answers."""
+        """asyncio's callback: the client sends no more. It has left, or has closed its side alone and still reads; what
+        becomes of the next bytes to it tells the two apart. True: the connection stays open for answers."""
         running = self._running
         if running is None or self._reads_body() or running.scope["http_version"] == "1.0":
             # Nothing is owed, or never can be; and HTTP/1.0 has no bytes that say nothing.
@@ -120,7 +120,7 @@ class Protocol(HttpToolsProtocol):
         return True
 
     def data_received(self, data: bytes) -> None:
-        """Of asyncio."""
+        """asyncio's callback."""
         while data and not self._deaf:
             self._pending += len(data)
             try:
@@ -138,7 +138,7 @@ class Protocol(HttpToolsProtocol):
                 self._refuse(self._too_large())
 
     def on_message_begin(self) -> None:
-        """Of the parser: the first byte of a request."""
+        """The parser's callback: the first byte of a request."""
         if len(self.pipeline) >= _MAX_AHEAD:
             raise InvalidRequest(f"more than {_MAX_AHEAD} requests were sent before the first was answered")
         self._phase = _Phase.HEAD
@@ -149,13 +149,13 @@ class Protocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Of the parser: a line of a head, or a trailer."""
+        """The parser's callback: a line of a head, or a trailer."""
         if len(self.headers) >= self._limits.max_headers:
             raise self._too_large()
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Of the parser."""
+        """The parser's callback."""
         limit = self._limits.max_head_bytes
         ahead = self._running is not None
         if (self._pending > limit or ahead) and sum(len(n) + len(v) for n, v in self.headers) + len(self.url) > limit:
@@ -179,7 +179,7 @@ class Protocol(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
-        """Of the parser."""
+        """The parser's callback."""
         self._pending = 0
         self._pieces += 1 - len(body) // _PIECE
         if self._pieces > _PIECES:
@@ -194,7 +194,7 @@ class Protocol(HttpToolsProtocol):
             self._bound_large()
 
     def on_message_complete(self) -> None:
-        """Of the parser: the last byte of a request."""
+        """The parser's callback: the last byte of a request."""
         self._pending = 0
         self._phase = _Phase.IDLE
         if self._running is not None:
@@ -216,30 +216,30 @@ class Protocol(HttpToolsProtocol):
 
     @property
     def default_headers(self) -> list[tuple[bytes, bytes]]:
-        """As of `Asker`."""
+        """See `Asker`."""
         return self.server_state.default_headers
 
     def planned(self) -> None:
-        """As of `Asker`. Those behind it have their bodies."""
+        """See `Asker`. Those behind it have their bodies."""
         bodies = self.server_state.bodies
         behind = sum(len(cycle.body) + _size_of_head(cycle) for cycle, _ in self.pipeline) if self.pipeline else 0
         if behind:
-            bodies.let_go(self, bodies.of(self) - behind)
+            bodies.release_part(self, bodies.of(self) - behind)
         else:
             bodies.release(self)
 
     def wrote(self, size: int) -> None:
-        """As of `Asker`."""
+        """See `Asker`."""
         if unread := self.unread:
             self.server_state.wrote(min(size, unread))
 
     def answered(self, one: Answering) -> None:
-        """As of `Asker`."""
+        """See `Asker`."""
         if self._answering is one:  # the next in line may have begun
             self._answering = None
 
     def close_early(self) -> None:
-        """As of `Asker`."""
+        """See `Asker`."""
         if self._has_no_room():
             self.transport.close()
         else:
@@ -330,11 +330,11 @@ class Protocol(HttpToolsProtocol):
 
     @property
     def who(self) -> str:
-        """As of `Connection`."""
+        """See `Connection`."""
         return ("" if self._answering is None else self._answering.who) or self._address
 
     def held(self, beside: Mapping[object, int]) -> int:
-        """As of `Connection`."""
+        """See `Connection`."""
         task, of_it = (None, 0) if (one := self._answering) is None else (one.task, one.beside)
         return self.server_state.bodies.of(self) + self.unread + of_it + beside.get(task, 0)
 
@@ -392,7 +392,7 @@ class Protocol(HttpToolsProtocol):
         if self._running is self.cycle:
             self.server_state.bodies.release(self)
         else:
-            self.server_state.bodies.let_go(self, len(self.cycle.body))
+            self.server_state.bodies.release_part(self, len(self.cycle.body))
         self.cycle.body = bytearray()
         self.give_way(error)
 

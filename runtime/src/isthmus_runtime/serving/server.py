@@ -11,6 +11,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from typing import Self
 
 import uvicorn
 from fastapi import FastAPI
@@ -29,6 +30,7 @@ _ABORT_GRACE_S = 2
 """After aborting what is left, how long its last bytes may take to leave."""
 _BACKLOG = 1024
 _MOST_THREADS = 32
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SCRAPERS = Limits(max_connections=256, max_connections_per_address=32)
 """Of a port of metrics and probes. The kubelet's find room however many a scraper opens."""
 
@@ -119,15 +121,6 @@ async def run_app(
     in_flight = InFlight() if in_flight is None else in_flight
     memory = MemoryGuard() if memory is None else memory
     in_flight.gate = memory.check_new
-    again = asyncio.Event()
-    lame_duck = 0.0
-
-    def on_signal(number: signal.Signals) -> None:
-        nonlocal lame_duck
-        if not stop.is_set() and number is signal.SIGTERM:
-            lame_duck = lame_duck_s
-        (again if stop.is_set() else stop).set()
-
     loop = asyncio.get_running_loop()
     listener = _bind(host, port)
     listener.listen(_BACKLOG)
@@ -138,34 +131,26 @@ async def run_app(
     memory.start()
     server.server_state.bound_bodies()
     ticks = asyncio.ensure_future(server.main_loop())
-    signals = (signal.SIGTERM, signal.SIGINT)
-    for number in signals:
-        loop.add_signal_handler(number, on_signal, number)
     try:
-        if on_started is not None:
-            on_started(listener.getsockname()[1])
-        stopped = asyncio.ensure_future(stop.wait())
-        await asyncio.wait((stopped, ticks), return_when=asyncio.FIRST_COMPLETED)
-        if not stopped.done():
-            stopped.cancel()
-            ticks.result()  # without it no limit would hold: the process ends with its error
-        in_flight.start_leaving()
-        server.leave()
-        if lame_duck:
-            _log.info("leaving: takes requests for %g s more", lame_duck)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(again.wait(), lame_duck)
-        in_flight.start_drain()
-        if on_drain is not None:
-            on_drain()
-        _log.info("draining: %d requests, at most %g s", len(in_flight), drain_timeout_s)
-        ends = [asyncio.ensure_future(in_flight.wait_idle()), asyncio.ensure_future(again.wait())]
-        await asyncio.wait(ends, timeout=drain_timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        for end in ends:
-            end.cancel()
+        with _Signals(stop) as signals:
+            if on_started is not None:
+                on_started(listener.getsockname()[1])
+            await _stopped(stop, ticks)
+            in_flight.start_leaving()
+            server.leave()
+            if signals.terminated and lame_duck_s:
+                _log.info("leaving: takes requests for %g s more", lame_duck_s)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(signals.again.wait(), lame_duck_s)
+            in_flight.start_drain()
+            if on_drain is not None:
+                on_drain()
+            _log.info("draining: %d requests, at most %g s", len(in_flight), drain_timeout_s)
+            ends = [asyncio.ensure_future(in_flight.wait_idle()), asyncio.ensure_future(signals.again.wait())]
+            await asyncio.wait(ends, timeout=drain_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            for end in ends:
+                end.cancel()
     finally:
-        for number in signals:
-            loop.remove_signal_handler(number)
         in_flight.start_drain()
         if len(in_flight):
             _log.warning("aborting %d requests that did not end in time", len(in_flight))
@@ -177,6 +162,42 @@ async def run_app(
             ticks.cancel()
             await server.shutdown([listener])
             memory.close()
+
+
+class _Signals:
+    """While entered, the first SIGTERM or SIGINT sets `stop`, and a later one `again`."""
+
+    def __init__(self, stop: asyncio.Event) -> None:
+        self._stop = stop
+        self._loop = asyncio.get_running_loop()
+        self.again = asyncio.Event()
+        self.terminated = False
+        """The first was a SIGTERM."""
+
+    def __enter__(self) -> Self:
+        for number in _SIGNALS:
+            self._loop.add_signal_handler(number, self._take, number)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in _SIGNALS:
+            self._loop.remove_signal_handler(number)
+
+    def _take(self, number: signal.Signals) -> None:
+        if self._stop.is_set():
+            self.again.set()
+        else:
+            self.terminated = number is signal.SIGTERM
+            self._stop.set()
+
+
+async def _stopped(stop: asyncio.Event, ticks: asyncio.Future[None]) -> None:
+    """Until `stop` is set. Raises the error of `ticks` where they end before: no limit would hold without them."""
+    stopped = asyncio.ensure_future(stop.wait())
+    await asyncio.wait((stopped, ticks), return_when=asyncio.FIRST_COMPLETED)
+    if not stopped.done():
+        stopped.cancel()
+        ticks.result()
 
 
 def _within_descriptors(limits: Limits) -> Limits:

@@ -25,8 +25,8 @@ class _Holding:
 
 
 class Budget:
-    """So many of something. One client leaves room for the largest request of another, and what is small is not
-    counted: whoever has most would keep everybody out."""
+    """What all requests may hold of something. One client leaves room for the largest request of another, and what is
+    small is not counted: whoever has most would keep everybody out."""
 
     def __init__(self, most: int, each: int, of: str, small: int = 0) -> None:
         """`most`: at least `each`, what one request may ask for, or the largest would never be served. `of` what.
@@ -42,13 +42,13 @@ class Budget:
 
     @property
     def held(self) -> int:
-        """By the requests that run."""
+        """What the requests that run hold."""
         return self._of_client.all
 
     def holding(self, count: int, who: str = "", end: End | None = None) -> AbstractContextManager[Callable[[], None]]:
-        """Within, a request of a client, where that is known, holds `count`; what it gives is called where they are let
-        go before its end. Where there is no room, the largest request of the client that has most ends (429, by its
-        `end`). Raises Overloaded (429) where that would be this one's client, or it has its share."""
+        """Within, a request of a client, where that is known, holds `count`; what it gives releases them before its
+        end. Where there is no room, the largest request of the client that has most ends (429, by its `end`). Raises
+        Overloaded (429) where that would be this one's client, or it has its share."""
         return self._holding(count, who, end) if count > self.small else _NOTHING
 
     @contextmanager
@@ -57,11 +57,11 @@ class Budget:
         self._make_room(one)
         self._running.add(one)
         self._of_client.add(who, count)
-        let_go = partial(self._let_go, one)
+        release = partial(self._release, one)
         try:
-            yield let_go
+            yield release
         finally:
-            let_go()
+            release()
 
     def _make_room(self, new: _Holding) -> None:
         if new.who and self._of_client[new.who] + new.count > self._share:
@@ -75,11 +75,11 @@ class Budget:
         if any(one.client == new.who for one in gone) or sum(one.size for one in gone) < 2 * excess:
             raise self._too_many(new)
         for one in gone:
-            self._let_go(one.what)
+            self._release(one.what)
             assert one.what.end is not None
             one.what.end(self._too_many(one.what))
 
-    def _let_go(self, one: _Holding) -> None:
+    def _release(self, one: _Holding) -> None:
         if one not in self._running:
             return
         self._running.remove(one)

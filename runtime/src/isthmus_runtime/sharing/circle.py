@@ -27,13 +27,13 @@ class Circle:
         return len(self._queues) > (who in self._queues)
 
     def add(self, who: str) -> asyncio.Future[None]:
-        """What the client then waits for."""
+        """Add one that waits, of client `who`; it waits for what is returned."""
         future = asyncio.get_running_loop().create_future()
         self._queues.setdefault(who, deque()).append(future)
         return future
 
     def forget(self, who: str, future: asyncio.Future[None]) -> None:
-        """It has left, or been refused."""
+        """Forget one that has left, or was refused."""
         queue = self._queues.get(who, deque())
         if future in queue:
             queue.remove(future)

@@ -56,7 +56,7 @@ class Reserve:
 
     @property
     def used(self) -> int:
-        """By all."""
+        """Bytes that all works have."""
         return self._of_client.all
 
     async def take(self, who: str, size: int) -> SetAside:

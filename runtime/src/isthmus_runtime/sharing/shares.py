@@ -2,7 +2,7 @@
 
 
 class Shares(dict[str, int]):
-    """By client. Who has nothing is forgotten: strangers are many."""
+    """What each client has. Who has nothing is forgotten: strangers are many."""
 
     all = 0
 

@@ -183,15 +183,16 @@ class ThreadsInTurns:
         what: str,
         *,
         one_by_one: Callable[[], bool] = lambda: False,
-        pauses: bool = True,
+        pauses: bool | None = None,
     ) -> None:
         """`count` works at a time, on threads called `name`_N; of the rest see `Turns`. Of several a work is paused
         where it is long: one client has all but one of `count`, the paused ones among them. Where too many are paused,
         the client whose works have taken most loses the longest: those who come find no threads taken.
-        Without `pauses` a work has one turn."""
+        Without `pauses` a work has one turn; None: of one place alone it has, of several it may have more."""
+        pauses = count > 1 if pauses is None else pauses
         self._turns = Turns(most, what, count, one_by_one=one_by_one)
-        self._begun = Turns(most, what, count if count == 1 else _ANY, each=max(1, count - 1))
-        self._paused, self._most_paused = (count * _PAUSED, count * _MOST_PAUSED) if pauses and count > 1 else (0, 0)
+        self._begun = Turns(most, what, _ANY if pauses or count > 1 else 1, each=max(1, count - 1))
+        self._paused, self._most_paused = (count * _PAUSED, count * _MOST_PAUSED) if pauses else (0, 0)
         self._threads = running_pool(count + self._most_paused, name)
         self._long: set[_Task] = set()
         self._holding: dict[_Task, Part] = {}

@@ -26,7 +26,7 @@ class Clock:
         self._order = itertools.count()
 
     def time(self) -> float:
-        """For components that take a clock."""
+        """The time, for components that take a clock."""
         return self.now
 
     def after(self, delay_s: float, action: Callable[[], None]) -> None:

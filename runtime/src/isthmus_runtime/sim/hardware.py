@@ -132,7 +132,7 @@ class Steps(Protocol):
         """What a decode engine loses by taking in the KV of a prompt."""
 
     def describe(self) -> dict[str, object]:
-        """For the report."""
+        """A line for the report."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +204,7 @@ class StepModel:
         return 0.0
 
     def describe(self) -> dict[str, object]:
-        """For the report."""
+        """A line for the report."""
         return {
             "model": self.model.name,
             "gpu": self.gpu.name,

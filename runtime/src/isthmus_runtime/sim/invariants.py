@@ -43,7 +43,7 @@ class Oracle:
             raise Violation(f"{where}: visible before its bytes, or with wrong ones")
 
     def check_value(self, key: str, data: bytes) -> None:
-        """The same for a value in the store: full blocks by their hash."""
+        """Check a value in the store: full blocks by their hash."""
         if ":partial:" not in key and not key.startswith("record:"):
             _layout, block_hash, group, *_ = key.split(":")
             self.check(bytes.fromhex(block_hash), int(group.removeprefix("g")), data, f"store key {key}")

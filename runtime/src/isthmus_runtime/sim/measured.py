@@ -71,7 +71,7 @@ class MeasuredSteps:
         return at(self.stall, tokens) if self.stall else 0.0
 
     def describe(self) -> dict[str, object]:
-        """For the report."""
+        """A line for the report."""
         return {"model": self.name, "gpu": "as measured", "step_times": "measured"}
 
     def _more(self, new: float, attended: float) -> float:

@@ -83,7 +83,7 @@ class Report:
 
     @property
     def requests(self) -> int:
-        """All of them."""
+        """All requests."""
         return len(self.ttft) + self.never_fit
 
     @property

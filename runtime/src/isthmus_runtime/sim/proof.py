@@ -24,7 +24,7 @@ class Proof:
     violations: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """For people."""
+        """The lines of the report."""
         return [
             f"{self.lifetimes} request lifetimes in {self.seeds} seeds, {self.steps} engine turns, "
             f"{self.virtual_s:.0f} virtual seconds; {len(self.violations)} violations",

@@ -34,7 +34,7 @@ _MOST_MEMORY = 1 << 30
 """Bytes of all that an engine has at a time: requests may each have a grammar that nobody else has."""
 _ROOM = 8
 """Where too much is counted, walks are weighed until this part of all is free: soon they have grown again."""
-_LET_GO_S = 2.0
+_RELEASE_S = 2.0
 """Longest wait for the masks that those are at who give way."""
 
 
@@ -57,7 +57,7 @@ class Grammars:
         self._executor: LLExecutor | None = None
         self._in_use = memory_in_use()
         self.told: Callable[[], None] = lambda: None
-        """Called, on any thread, when guides have let go: requests that wait may have one of them (`Guide.lost`)."""
+        """Called, on any thread, when guides have released: requests that wait may have one of them (`Guide.lost`)."""
         try:
             self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
         except ValueError as e:
@@ -65,7 +65,7 @@ class Grammars:
 
     @staticmethod
     def load(model: str | Path, *, eos_token_ids: Sequence[int] = (), vocab_size: int | None = None) -> Grammars:
-        """Of a model directory. The masks end with the last id of the tokenizer where no `vocab_size` is given."""
+        """Grammars for a model directory. Masks end with the tokenizer's last id where no `vocab_size` is given."""
         text = (Path(model) / "tokenizer.json").read_text(encoding="utf-8")
         return Grammars(text, eos_token_ids=eos_token_ids, vocab_size=vocab_size)
 
@@ -182,18 +182,18 @@ class Grammars:
                 ending = None if why else self._giving_way(memory, whose)
             if ending is None:
                 raise _crowded(used, memory, why or "no client has more of them")
-            self._let_go(ending)
+            self._release(ending)
             why = "what gives way for it is still in use"
 
     def _grew(self) -> None:
-        """A walk did: where all take too much, let go what gives way."""
+        """A walk has grown: where all take too much, release what gives way."""
         with self._lock:
             if self._used() <= _MOST_MEMORY or self._drop_unused(0) <= _MOST_MEMORY:
                 return
         self._weigh(0)
         with self._lock:
             ending = [] if self._used() <= _MOST_MEMORY else self._giving_way(0, "") or []
-        self._let_go(ending)
+        self._release(ending)
 
     def _weigh(self, memory: int) -> None:
         """Before anybody gives way for so many bytes: what walks take is counted by time, which may be too much."""
@@ -240,10 +240,10 @@ class Grammars:
             self._drop(structure)
         return [guide for held in gone for guide in holders[held]]
 
-    def _let_go(self, guides: Sequence[Guide]) -> None:
-        ends_at = time.monotonic() + _LET_GO_S
+    def _release(self, guides: Sequence[Guide]) -> None:
+        ends_at = time.monotonic() + _RELEASE_S
         for guide in guides:
-            guide.let_go(_MOST_MEMORY, max(0.0, ends_at - time.monotonic()))
+            guide.release(_MOST_MEMORY, max(0.0, ends_at - time.monotonic()))
         if guides:
             self.told()
 

@@ -40,7 +40,7 @@ class Guide:
 
     Where the lexer that it shares with other requests is used up, it goes on with the next one that is shared, and
     where that does not last with one of its own, which few have: what others ask for does not end it, and a long answer
-    may use up many. Any thread may have it let go of its grammar, at once where it is not in use, as that of a request
+    may use up many. Any thread may have it release its grammar, at once where it is not in use, as that of a request
     which waits for a row: it refuses to answer then.
     """
 
@@ -54,7 +54,7 @@ class Guide:
     ) -> None:
         """`shared`: the guide walks with a copy of it. `another` takes a shared one whose lexer is used up, and gives
         the next one that is shared, or for a place one that nobody shares; it may take seconds. `apart`: what slow
-        tokens are taken in with. `grew` is called when the walk has, and may let go of any. `whose`: of which client.
+        tokens are taken in with. `grew` is called when the walk has, and may release any guide. `whose`: the client.
         """
         self.whose = whose
         self.walk = 0
@@ -69,7 +69,7 @@ class Guide:
         self._using = threading.Lock()
         """Held by whoever looks at the matcher."""
         self._gave_way = ""
-        """Why it has let go, or is to."""
+        """Why it has released its grammar, or is to."""
         self._another = another
         self._make_apart = apart
         self._apart: tuple[LLExecutor, LLMatcher] | None = None
@@ -78,7 +78,7 @@ class Guide:
         self._shared: Compiled | None = shared
         """None: it is alone."""
         self.compiled: Compiled | None = None
-        """What it walks with; None: it has let go."""
+        """What it walks with; None: it has released it."""
         self._matcher: Any = None
         self._renewed = 0
         self._place: Place | None = None
@@ -107,7 +107,7 @@ class Guide:
         """
         return self._walking(generated, lambda: self._forced(generated, most))
 
-    def let_go(self, most: int, timeout_s: float) -> None:
+    def release(self, most: int, timeout_s: float) -> None:
         """Give the grammar back: within so many seconds, or with the mask that it is at. Nothing is allowed then.
         `most`: bytes that those of all requests may take."""
         compiled = self.compiled

@@ -12,12 +12,12 @@ Held = tuple[str, int]
 def giving_way(
     grammars: Mapping[int, int], walks: Mapping[Held, int], need: int, whose: str = "", new: int = 0
 ) -> list[Held] | None:
-    """What to let go for `need` bytes: of the client that has most, what is largest, until it is enough.
+    """What to release for `need` bytes: of the client that has most, what is largest, until it is enough.
 
     `grammars`: bytes of each, by key. `walks`: what is held, with the bytes of the walks alone. The clients that share
-    a grammar have equal parts of it, and it is free when the last of them has let it go: so one that many share is the
+    a grammar have equal parts of it, and it is free when the last of them releases it: so one that many share is the
     last for each of them, and one client's excess ends nobody else's requests. None: the client `whose` has most, with
-    the `new` bytes that it asks for, and holds nothing that is larger than these; or nothing is left to let go.
+    the `new` bytes that it asks for, and holds nothing that is larger than these; or nothing is left to release.
     """
     left, sharing, gone = dict(walks), Counter(key for _, key in walks), list[Held]()
     while need > 0:

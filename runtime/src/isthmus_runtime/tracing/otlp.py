@@ -118,17 +118,17 @@ class OtlpTracer:
         self._tracer = self._provider.get_tracer("isthmus", version("isthmus-runtime"))
 
     def request(self, name: str, headers: Headers) -> Span:
-        """Of `Tracer`."""
+        """See `Tracer`."""
         span = self._tracer.start_span(name, _W3C.extract(headers, Context()), SpanKind.SERVER)
         return _Span(self._tracer, span) if span.get_span_context().trace_flags.sampled else NO_SPAN
 
     def remote(self, headers: Headers) -> Span:
-        """Of `Tracer`."""
+        """See `Tracer`."""
         span = get_current_span(_W3C.extract(headers, Context()))
         return _Span(self._tracer, span) if span.get_span_context().trace_flags.sampled else NO_SPAN
 
     def close(self) -> None:
-        """Of `Tracer`."""
+        """See `Tracer`."""
         ending = threading.Thread(target=self._provider.shutdown, name="tracing-end", daemon=True)
         ending.start()
         ending.join(_CLOSE_S)

@@ -117,7 +117,7 @@ class TransferAgent:
         self._post(lg.Finish(attempt), now)
 
     def open_receive(self, job: ReceiveJob, now: float) -> Ticket:
-        """As in `KvHandoff`. Raises Overloaded when the transport has no record slot left."""
+        """See `KvHandoff`. Raises Overloaded when the transport has no record slot left."""
         ticket = self._backend.reserve(job, self._region.layout_digest)
         ticket = ticket.model_copy(update={"peer_epoch": job.peer_epoch})
         leg = self._new_leg(job.attempt, lg.Side.RECEIVE, job.deadline_s)
@@ -153,7 +153,7 @@ class TransferAgent:
         return None if due == lg.NEVER else due
 
     def is_drained(self, attempt: str) -> bool:
-        """As in `KvHandoff`. A peer that asks has given the attempt up: a live one is ended, an unknown one is
+        """See `KvHandoff`. A peer that asks has given the attempt up: a live one is ended, an unknown one is
         remembered, so that a `open_send` that comes later is refused."""
         with self._mutex:
             entry = self._attempts.get(attempt)

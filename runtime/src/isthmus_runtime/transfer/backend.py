@@ -45,4 +45,4 @@ class TransferBackend(KvTransfer, Protocol):
         """The attempt is over and drained: free its record slot, remove its request-scoped keys."""
 
     def effective(self) -> Effective:
-        """For `/info`; valid after `prepare`."""
+        """What it really moves KV with, for `/info`; valid after `prepare`."""

@@ -90,7 +90,7 @@ class DirectTransfer:
         return self._native.effective if memory is None else replace(self._native.effective, gbps=memory.gbps)
 
     def prepare(self, region: KvRegion, timeout_s: float) -> None:
-        """As in `KvTransfer`; also measures a loopback write of 8 MiB, but over NVLink: there each peer is measured."""
+        """See `KvTransfer`; also measures a loopback write of 8 MiB, but over NVLink: there each peer is measured."""
         start = partial(
             start_engine,
             self._host,

@@ -66,7 +66,7 @@ class Offer:
     nbytes: int
 
     def text(self) -> str:
-        """As tickets carry it."""
+        """The offer as tickets carry it."""
         return f"{self.host}/{self.gpu}/{self.handle.hex()}/{self.offset}/{self.nbytes}"
 
     @staticmethod

@@ -69,7 +69,7 @@ class PoolValues:
         return self._seen(codes)
 
     def damaged(self, pieces: Sequence[Piece], seals: Sequence[int]) -> list[Piece]:
-        """Of the pieces just read, those whose seal is not theirs."""
+        """Those of the pieces just read whose seal is not theirs."""
         return [
             piece
             for piece, place in zip(pieces, seals, strict=False)

@@ -84,7 +84,7 @@ class StoreTransfer:
         return Effective("tcp", 0.0 if self._pool is None else self._pool.gbps)
 
     def prepare(self, region: KvRegion, timeout_s: float) -> None:
-        """As in `KvTransfer`; also puts values into the pool and reads them back."""
+        """See `KvTransfer`; also puts values into the pool and reads them back."""
         check_memory("store", region.device, built_for_cpus=built_for_cpus())
         apply_native_environment(transport_environment("tcp", self._timeout_s))
         regions = {

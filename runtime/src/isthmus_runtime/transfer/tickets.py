@@ -34,7 +34,7 @@ def _digest(ticket: Ticket) -> str:
 
 
 class TicketSigner:
-    """For one life of a process. Times are of its own clock, in seconds."""
+    """Signs tickets for one life of a process. Times are of its own clock, in seconds."""
 
     def __init__(self) -> None:
         self._key = secrets.token_bytes(32)

@@ -8,6 +8,10 @@
 // Every rank makes the same calls, each on one stream. A block counts the calls that it took part in; as many blocks take
 // part on every rank, so their counts agree. They are all resident at once, since those of another rank wait for them.
 //
+// Where each rank has a card of its own, blocks may begin while the kernel before still runs, and let the one after begin
+// (isthmus_kernels.early_launch). Before they have waited for the end of the former they read weights alone; the latter
+// takes places that are left once all of them are resident.
+//
 // Each element is added in the order of ranks, in fp32: the same bits on every rank, whoever was first.
 #include <cuda_runtime.h>
 
@@ -32,6 +36,7 @@ struct Call {
     int64_t rank, ranks, blocks, room;
     int64_t calls, words;  // addresses
     int64_t patience_ns;
+    int64_t early;  // 1: may begin while the kernel before still runs
     double eps;
     int64_t inboxes[kMostRanks];
 };
@@ -177,11 +182,18 @@ template <typename T, int kVectors, bool kNorm, bool kParts>
 __global__ void __launch_bounds__(kMostThreads, 1) sum_rows(const __grid_constant__ Arguments a) {
     using P = Pack<T>;
     __shared__ float squares[2][32];
-    const uint32_t call = a.calls[blockIdx.x];
     const int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32, warps = int(blockDim.x) / 32;
     const int64_t row_bytes = int64_t(a.vectors) * 16;
 
     auto column = [&](int i) { return int(threadIdx.x) + i * int(blockDim.x); };
+    uint4 own[kVectors], following[kVectors], weight[kVectors];
+#pragma unroll
+    for (int i = 0; i < kVectors; i++)
+        if (kNorm && column(i) < a.vectors) weight[i] = *reinterpret_cast<const uint4 *>(a.weight + int64_t(column(i)) * 16);
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    const uint32_t call = a.calls[blockIdx.x];
+
     auto send = [&](int64_t row, int64_t turn, uint4(&own)[kVectors]) {
 #pragma unroll
         for (int i = 0; i < kVectors; i++) {
@@ -196,11 +208,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) sum_rows(const __grid_constan
         }
     };
 
-    uint4 own[kVectors], following[kVectors], weight[kVectors];
     send(blockIdx.x, 0, own);
-#pragma unroll
-    for (int i = 0; i < kVectors; i++)
-        if (kNorm && column(i) < a.vectors) weight[i] = *reinterpret_cast<const uint4 *>(a.weight + int64_t(column(i)) * 16);
 
     int64_t turn = 0;
     for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x, turn++) {
@@ -320,5 +328,11 @@ EXPORT int64_t isthmus_peer_sum(const Call *call, cudaStream_t stream) {
     const int vectors_a_thread = each == 3 ? 4 : each;
     const int threads = ((vectors + vectors_a_thread - 1) / vectors_a_thread + 31) / 32 * 32;
     void *parameters[] = {&arguments};
-    return cudaLaunchKernel(kernel, dim3(unsigned(blocks)), dim3(unsigned(threads)), parameters, 0, stream);
+    cudaLaunchAttribute early = {};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(unsigned(blocks)), config.blockDim = dim3(unsigned(threads)), config.stream = stream;
+    config.attrs = &early, config.numAttrs = call->early ? 1 : 0;
+    return cudaLaunchKernelExC(&config, kernel, parameters);
 }

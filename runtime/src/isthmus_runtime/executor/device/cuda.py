@@ -142,7 +142,7 @@ class CudaDevice:
         return torch.zeros(shape, dtype=dtype, device=self.torch_device)
 
     def pool(self, nbytes: int) -> Tensor:
-        """One allocation, as transports register it."""
+        """Memory of the KV pool as one allocation, as transports register it."""
         self._pooled = nbytes
         try:
             return torch.zeros(nbytes + _ALIGN, dtype=torch.uint8, device=self.torch_device)[:nbytes]

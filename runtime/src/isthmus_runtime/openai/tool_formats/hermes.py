@@ -11,5 +11,5 @@ class Hermes(ToolParser):
     markers = ("<tool_call>",)
 
     def read(self, text: str, start: int, last: bool) -> Read | None:
-        """Of the base."""
+        """See `ToolParser.read`."""
         return self.calls_at(text, start, last, "{", "</tool_call>")

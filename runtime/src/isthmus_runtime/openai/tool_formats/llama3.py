@@ -14,5 +14,5 @@ class Llama3(ToolParser):
     separator = ";"
 
     def read(self, text: str, start: int, last: bool) -> Read | None:
-        """Of the base."""
+        """See `ToolParser.read`."""
         return self.calls_at(text, start, last, "{")

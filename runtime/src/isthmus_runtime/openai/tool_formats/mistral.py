@@ -18,7 +18,7 @@ class Mistral(ToolParser):
     markers = ("[TOOL_CALLS]",)
 
     def read(self, text: str, start: int, last: bool) -> Read | None:
-        """Of the base."""
+        """See `ToolParser.read`."""
         begin = skip_space(text, start)
         if begin == len(text):
             return None

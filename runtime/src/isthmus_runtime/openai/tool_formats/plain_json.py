@@ -12,5 +12,5 @@ class PlainJson(ToolParser):
     bare = "{["
 
     def read(self, text: str, start: int, last: bool) -> Read | None:
-        """Of the base."""
+        """See `ToolParser.read`."""
         return self.calls_at(text, start, last, "{[", "```")
