@@ -288,8 +288,14 @@ def test_what_another_process_may_take_is_there_beside_plans_or_its_text_is_refu
         await until(lambda: planning._small.used + planning._large.used == takes)
         with pytest.raises(MemoryShort):
             guard.take_elsewhere()
+        # Another plan: it would take what the first has set aside and not taken yet.
+        guard._use.used = GIB - takes - (1 << 24)
+        guard.look()
+        with pytest.raises(MemoryShort, match="on its way"):
+            await planning.long("b", len, bytes(100_000))
         may_end.set()
         await plan
+        assert await planning.long("b", len, bytes(100_000)) == 100_000
         assert guard.take_elsewhere() == most
         # A text, and then a plan beside it.
         with pytest.raises(MemoryShort, match="on its way"):

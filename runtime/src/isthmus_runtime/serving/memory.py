@@ -246,8 +246,9 @@ class MemoryGuard:
             self._give_back(now)
 
     async def make_room(self, size: int) -> None:
-        """Before what may take so many bytes, or more than all that is set aside for such work: where they are not
-        there, what is free is given back first. MemoryShort: they are not there then either."""
+        """Before what may take so many bytes, which are set aside for it, or more than all that is for such work: where
+        they are not there beside what others have set aside or lent, what is free is given back first. MemoryShort:
+        they are not there then either."""
         if not self._lacks(size):
             return
         if self._trimmer is not None:
@@ -266,7 +267,9 @@ class MemoryGuard:
 
     def _lacks(self, size: int) -> bool:
         most = self.room_on_the_way
-        return most is not None and self._last.limit - self._last.used - self._lent < min(size, most)
+        # What others have taken of theirs by now is counted twice: nobody knows how much that is.
+        others = max(0, sum(told() for told in self._reserves) - size) + self._lent
+        return most is not None and self._last.limit - self._last.used - others < min(size, most)
 
     def may_end(self) -> bool:
         """Whether one of the requests that run has to end now."""
