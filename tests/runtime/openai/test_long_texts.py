@@ -90,7 +90,8 @@ SLOW = HfTokenizer.from_str(
         }
     )
 )
-"""It takes for ever over 200 letters."""
+"""It takes some minutes over LONG, and over none of its words so long that the library gives up by itself."""
+LONG = ("a" * 24 + "c") * 20_000
 
 
 def pid(texts: LongTexts) -> int:
@@ -185,10 +186,19 @@ def test_what_takes_a_processor_too_long_ends_alone(texts: LongTexts, monkeypatc
     assert texts.encode("the", by=1)[0] > 0
     first = pid(texts)
     monkeypatch.setattr(module, "MOST_S", 0.2)
-    with pytest.raises(InvalidRequest, match=r"200 characters.* more than 0.2 s of a processor"):
-        texts.encode("a" * 200, by=1)
+    with pytest.raises(InvalidRequest, match=rf"{len(LONG)} characters.* more than 0.2 s of a processor"):
+        texts.encode(LONG, by=1)
     monkeypatch.setattr(module, "MOST_S", 5.0)
     assert texts.encode("the", by=1)[0] > 0 and pid(texts) == first
+
+
+def test_what_the_library_gives_up_is_the_text_s_own_fault(texts: LongTexts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ten million ways to match, or of whatever else it panics."""
+    for name in ("MOST_S", "_SHORT_S"):
+        monkeypatch.setattr(module, name, 600.0)
+    with pytest.raises(InvalidRequest, match=r"1000 characters.* this model's tokenizer fails"):
+        texts.encode("a" * 1000, by=1)
+    assert texts.encode("fox")[0] > 0
 
 
 def test_a_text_that_nobody_waits_for_is_ended_and_others_have_its_thread_meanwhile(
@@ -202,9 +212,7 @@ def test_a_text_that_nobody_waits_for_is_ended_and_others_have_its_thread_meanwh
 
     async def main() -> None:
         threads = ThreadsInTurns(2, "t", 64, "x wait")
-        held = [
-            asyncio.create_task(threads.do(f"c{n}", lambda text: texts.encode(text, by=1), "a" * 200)) for n in "123"
-        ]
+        held = [asyncio.create_task(threads.do(f"c{n}", lambda text: texts.encode(text, by=1), LONG)) for n in "123"]
         for _ in range(20):
             assert await threads.do("another", len, "abc") == 3
             await asyncio.sleep(0.01)
@@ -284,8 +292,8 @@ def test_one_that_is_killed_says_so(texts: LongTexts, monkeypatch: pytest.Monkey
     texts.encode("the", by=1)
     thread = threading.Thread(target=kill)
     thread.start()
-    with pytest.raises(Overloaded, match=r"200 characters.* killed"):
-        texts.encode("a" * 200, by=1)
+    with pytest.raises(Overloaded, match=rf"{len(LONG)} characters.* killed"):
+        texts.encode(LONG, by=1)
     thread.join()
 
 

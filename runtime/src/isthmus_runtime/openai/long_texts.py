@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
-from ..errors import EngineFailed, InvalidRequest, MemoryShort, Overloaded
+from ..errors import InvalidRequest, MemoryShort, Overloaded
 from ..serving.memory import MemoryGuard, give_back
 from ..sharing.threads_in_turns import away, spent, whose
 from .long_texts_process import ANSWER, END, ENDED, JOB, NO_MEMORY, TEXT, Answer, Ended, Job, Pipes, serve
@@ -86,7 +86,8 @@ class LongTexts:
         """How many ids a text has, and the ids: all, or none where there are more than `most`, or the `last` ones.
         by: number of the tokenizer; special: with the tokens that a prompt has before and after it.
 
-        InvalidRequest: it takes more memory than there is room for, or more than MOST_S of a processor. Overloaded
+        InvalidRequest: it takes more memory than there is room for, more than MOST_S of a processor, or the library
+        gives it up. Overloaded
         (503) where the process does not get to run, or is ended by others, and as MemoryShort where memory is not there
         for some seconds. Raises as `go_on` meanwhile.
         """
@@ -159,7 +160,10 @@ class LongTexts:
                 f"{what} takes more than {job.memory >> 20} MiB to be tokenised at a time, which is what there is for "
                 "it: send less, with spaces or lines in it, or raise --memory-limit"
             )
-        raise EngineFailed(f"{what} could not be tokenised; the log of this process has the details")
+        raise InvalidRequest(
+            f"{what} is such that this model's tokenizer fails (the log of this process has the details): break up "
+            "long runs of one kind of characters"
+        )
 
 
 class _Gone(Exception):

@@ -98,7 +98,7 @@ def _begin(pipes: Pipes) -> None:
         last = descriptor
     os.closerange(last + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with suppress(OSError):  # where memory is short after all, the kernel is to end this and not a server
+    with suppress(OSError):  # the kernel is to end this first, where it does not end all of a pod
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     os.putenv("TOKENIZERS_PARALLELISM", "false")  # its threads would count as memory of a text
 
