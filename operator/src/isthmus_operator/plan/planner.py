@@ -169,7 +169,8 @@ def _fallback(goals: Sequence[Goal], seen: Observed, now: float) -> tuple[Goal, 
     back = _former(goals, seen, now)
     gone = _former_roles(goals, seen, now)
     # A mode that was gone through has engines, and routers only if it has served.
-    if gone and (not back or not routers.known(back.values(), seen)):
+    lacking = all(goal.component is Component.PREFILL for goal in gone)
+    if gone and (not back or not (lacking or routers.known(back.values(), seen))):
         return (*gone, *(replace(goal, count=0) for goal in goals))
     if not back or any(goal.component not in back and current(goal, seen) is None for goal in goals):
         return None

@@ -234,9 +234,11 @@ def _kept_pairing(roles: Sequence[_Role], now: float, routed: frozenset[str] | N
 
     known = sorted({w.pairing for role in every for w in role})
     found = [one for one in known if pairs(one)[1] > 0]
-    if not found and lone and routed is not None:
+    if lone and routed is not None and routed.isdisjoint(found):
         decode = [role for role in roles if role.goal.component is not Component.PREFILL]
-        return _kept_pairing(decode, now, routed, False) if len(decode) < len(roles) else None
+        alone = _kept_pairing(decode, now, routed, False) if len(decode) < len(roles) else None
+        if alone in routed or not found:
+            return alone
     return max(found, key=lambda one: (one in (routed or ()), pairs(one), one), default=None)
 
 

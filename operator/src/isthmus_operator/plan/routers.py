@@ -31,8 +31,12 @@ def goal_of(service: InferenceService, goals: Sequence[Goal], seen: Observed, *,
     former = [w for w in seen.routers if w.revision != wanted] if failed else []
     engines = [new for goal in goals if goal.count > 0 and (new := current(goal, seen)) is not None]
     found = [w for w in former if engines and all(_suits(w, engine) for engine in engines)]
-    present = seen.router_of(wanted)
-    if not found and present is not None and engines and all(_suits(present, engine) for engine in engines):
+    pairs, known_model = service.spec.mode is Mode.DISAGGREGATED, model_digest(service)
+    if (
+        not found
+        and engines
+        and all(pairs is not (w.component is Component.WORKER) and w.model == known_model for w in engines)
+    ):
         return wanted
     found = found or former
     return max(found, key=_standing).revision if found else wanted
