@@ -296,6 +296,8 @@ def test_what_another_process_may_take_is_there_beside_plans_or_its_text_is_refu
         may_end.set()
         await plan
         assert await planning.long("b", len, bytes(100_000)) == 100_000
+        guard._use.used = GIB - most
+        guard.look()
         assert guard.take_elsewhere() == most
         # A text, and then a plan beside it.
         with pytest.raises(MemoryShort, match="on its way"):
