@@ -9,6 +9,7 @@ import random
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import pytest
 from small_bpe import byte_level_bpe
@@ -150,7 +151,7 @@ def test_what_a_prompt_has_around_it_is_there() -> None:
 
 def test_what_takes_more_memory_than_there_is_ends_alone(texts: LongTexts, monkeypatch: pytest.MonkeyPatch) -> None:
     """One letter is three after NFC, of four bytes each: 4 KB, packed, took 1.2 GB of a router of 1 GiB."""
-    monkeypatch.setattr(texts.memory, "take_elsewhere", lambda: 32 << 20)
+    monkeypatch.setattr(texts.memory, "elsewhere", lambda own: nullcontext(32 << 20))
     assert texts.encode("fox")[0] == len(LIBRARY.encode("fox").ids)
     first = pid(texts)
     for _ in range(3):
@@ -164,22 +165,25 @@ def test_what_takes_more_memory_than_there_is_ends_alone(texts: LongTexts, monke
 def test_a_text_waits_for_memory_and_is_refused_where_it_does_not_come(
     texts: LongTexts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tries: list[int | None] = []
+    tries, short = [], 3
 
-    def take() -> int | None:
-        tries.append(len(tries))
-        if len(tries) < 3:
+    @contextmanager
+    def elsewhere(own: int) -> Iterator[None]:
+        tries.append(own)
+        if len(tries) < short:
+            # Others have the line meanwhile.
+            assert sum(map(len, texts._line._waiting.values())) == 0
             raise MemoryShort("memory: short")
-        return None
+        yield None
 
-    monkeypatch.setattr(texts.memory, "take_elsewhere", take)
-    assert texts.encode("fox")[0] > 0 and len(tries) == 3
+    monkeypatch.setattr(texts.memory, "elsewhere", elsewhere)
+    assert texts.encode("fox")[0] > 0 and tries == [0] * 3
+    assert texts._line._has is None
     monkeypatch.setattr(module, "_MEMORY_S", 0.0)
-    tries.clear()
+    tries, short = [], 30
     with pytest.raises(MemoryShort):
         texts.encode("fox")
-    tries.extend([None] * 3)
-    assert texts.encode("fox")[0] > 0
+    assert texts._line._has is None and len(tries) <= 2
 
 
 def test_what_takes_a_processor_too_long_ends_alone(texts: LongTexts, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,34 +316,55 @@ def test_what_cannot_start_is_told(texts: LongTexts, monkeypatch: pytest.MonkeyP
     assert texts.encode("fox")[0] > 0
 
 
-def test_who_has_taken_least_is_next() -> None:
+def test_the_line_is_fair_by_time_and_gives_nobody_credit() -> None:
     now = [0.0]
     line, order, pause = _Line(lambda: now[0]), [], threading.Event()
+    threads: list[threading.Thread] = []
 
-    def wait(who: str, number: int) -> None:
+    def wait(who: str, number: int, seconds: float) -> None:
         with line.turn(who, lambda: None):
             order.append((who, number))
-            now[0] += 9.0 if who == "long" else 0.1
+            now[0] += seconds
+
+    def come(*clients: tuple[str, int, float]) -> None:
+        for client in clients:
+            waiting = sum(map(len, line._waiting.values()))
+            threads.append(threading.Thread(target=wait, args=client))
+            threads[-1].start()
+            while sum(map(len, line._waiting.values())) == waiting:
+                pause.wait(0.001)
+
+    def go() -> list[tuple[str, int]]:
+        for thread in threads:
+            thread.join(DEADLINE_S)
+        found, order[:] = list(order), []
+        return found
 
     with line.turn("long", lambda: None):
         now[0] += 9.0
-        threads = []
-        for who, number in [("long", 1), ("long", 2), ("a", 1), ("a", 2), ("b", 1), ("c", 1), ("b", 2)]:
-            threads.append(threading.Thread(target=wait, args=(who, number)))
-            threads[-1].start()
-            while sum(map(len, line._waiting.values())) < len(threads):
-                pause.wait(0.001)
+        come(
+            ("long", 1, 9.0),
+            ("long", 2, 9.0),
+            ("a", 1, 0.1),
+            ("a", 2, 0.1),
+            ("b", 1, 0.1),
+            ("c", 1, 0.1),
+            ("b", 2, 0.1),
+        )
 
         def leave() -> None:
             raise Cancelled("gone")
 
         with pytest.raises(Cancelled), line.turn("d", leave):
             pass
-    for thread in threads:
-        thread.join(DEADLINE_S)
-    assert order == [("a", 1), ("b", 1), ("c", 1), ("a", 2), ("b", 2), ("long", 1), ("long", 2)]
-    assert not line._waiting and line._has is None and "d" not in line._taken
-    now[0] += 1000.0
-    with line.turn("e", lambda: None):
-        pass
-    assert not line._taken, "nobody is remembered for ever"
+    assert go() == [("a", 1), ("b", 1), ("c", 1), ("a", 2), ("b", 2), ("long", 1), ("long", 2)]
+    assert not line._waiting and line._has is None and "d" not in line._ended
+    # Who has sent texts all the time waits for one of a new client, not for as many as it has had.
+    for number in range(20):
+        wait("steady", number, 1.0)
+    go()
+    with line.turn("new", lambda: None):
+        now[0] += 1.0
+        come(("new", 1, 1.0), ("new", 2, 1.0), ("new", 3, 1.0), ("steady", 1, 1.0), ("steady", 2, 1.0))
+    assert go().index(("steady", 1)) <= 1
+    assert len(line._ended) <= 2, "nobody is remembered for ever"

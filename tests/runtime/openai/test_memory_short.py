@@ -26,7 +26,7 @@ from isthmus_runtime.serving.limits import BodyTooLarge
 from isthmus_runtime.serving.memory import LOOK_AFTER, MemoryGuard
 from isthmus_runtime.serving.port import PortState
 from isthmus_runtime.serving.pressure import Level, Use
-from isthmus_runtime.sharing.threads_in_turns import go_on
+from isthmus_runtime.sharing.threads_in_turns import go_on, set_aside
 from isthmus_runtime.tracing.span import NO_TRACER
 
 GIB = 1 << 30
@@ -266,43 +266,49 @@ def test_what_another_process_may_take_is_there_beside_plans_or_its_text_is_refu
 
     async def main() -> None:
         guard = MemoryGuard(Meter())
-        assert guard.take_elsewhere() is None
+        with guard.elsewhere() as room:
+            assert room is None
         guard.start()
         planning, may_end = Planning(guard), threading.Event()
         assert guard.room is not None and guard._use is not None
         most = guard.room // 4
-        guard._use.used = GIB - most
-        guard.look()
-        assert guard.take_elsewhere() == most
-        guard.give_back_elsewhere()
-        guard._use.used += 1
-        guard.look()
+
+        def used(size: int) -> None:
+            assert guard._use is not None
+            guard._use.used = size
+            guard.look()
+
+        def lent(own: int = 0) -> int | None:
+            with guard.elsewhere(own) as room:
+                return room
+
+        used(GIB - most)
+        assert lent() == most
+        used(GIB - most + 1)
         with pytest.raises(MemoryShort, match=f"1024 MiB are used, and {most >> 20} MiB are needed beside it"):
-            guard.take_elsewhere()
-        # A plan, and then a text beside it.
+            lent()
+        # A plan, and then a text beside it: of the plan's own it is not asked again.
         size = 7_500_000
         takes = planning_takes(size)
-        guard._use.used = GIB - most - takes + 1
-        guard.look()
-        plan = asyncio.create_task(planning.long("a", lambda body: may_end.wait(20), bytes(size)))
-        await until(lambda: planning._small.used + planning._large.used == takes)
+        used(GIB - most - takes + 1)
+        told: list[int | None] = []
+        plan = asyncio.create_task(
+            planning.long("a", lambda body: told.append(lent(set_aside())) or may_end.wait(20), bytes(size))
+        )
+        await until(lambda: told == [most])
         with pytest.raises(MemoryShort):
-            guard.take_elsewhere()
+            lent()
         # Another plan: it would take what the first has set aside and not taken yet.
-        guard._use.used = GIB - takes - (1 << 24)
-        guard.look()
+        used(GIB - takes - (1 << 24))
         with pytest.raises(MemoryShort, match="on its way"):
             await planning.long("b", len, bytes(100_000))
         may_end.set()
         await plan
         assert await planning.long("b", len, bytes(100_000)) == 100_000
-        guard._use.used = GIB - most
-        guard.look()
-        assert guard.take_elsewhere() == most
         # A text, and then a plan beside it.
-        with pytest.raises(MemoryShort, match="on its way"):
+        used(GIB - most)
+        with guard.elsewhere(), pytest.raises(MemoryShort, match="on its way"):
             await planning.long("a", len, bytes(size))
-        guard.give_back_elsewhere()
         assert await planning.long("a", len, bytes(size)) == size
         guard.close()
 

@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 
 from ..errors import InvalidRequest, MemoryShort, Overloaded
 from ..serving.memory import MemoryGuard, give_back
-from ..sharing.threads_in_turns import away, spent, whose
+from ..sharing.threads_in_turns import away, set_aside, spent, whose
 from .long_texts_process import ANSWER, END, ENDED, JOB, NO_MEMORY, TEXT, Answer, Ended, Job, Pipes, serve
 
 _log = logging.getLogger(__name__)
@@ -34,8 +34,6 @@ MOST_S = 5.0
 """Of a processor, for one text: a million letters take one or two."""
 _SHORT_S, _OF_A_BYTE_S = 0.5, 20e-6
 """The same for a short one, and how much more for each of its bytes: usual ones take a twentieth of it."""
-_HALF_S, _LITTLE_S = 30.0, 0.01
-"""In which half of what a client has taken is forgotten, and what is as good as nothing."""
 ANY_MEMORY = 4 << 30
 """Bytes that a text may take where no limit of memory is known."""
 _WALL = 20.0
@@ -92,32 +90,23 @@ class LongTexts:
         for some seconds. Raises as `go_on` meanwhile.
         """
         data = text.encode()
-        with away() as check, self._line.turn(whose(), check):
-            seconds = min(MOST_S, _SHORT_S + _OF_A_BYTE_S * len(data))
-            with self._memory_for_one(check) as memory:
-                job = Job(by, special, -1 if most is None else most, last, memory, seconds, len(data))
-                ended, (count, ids) = self._ask(job, data, check)
+        seconds = min(MOST_S, _SHORT_S + _OF_A_BYTE_S * len(data))
+        until = time.monotonic() + _MEMORY_S
+        with away() as check:
+            while True:
+                try:
+                    with self._line.turn(whose(), check), self.memory.elsewhere(set_aside()) as room:
+                        memory = ANY_MEMORY if room is None else room
+                        job = Job(by, special, -1 if most is None else most, last, memory, seconds, len(data))
+                        ended, (count, ids) = self._ask(job, data, check)
+                    break
+                except MemoryShort:  # others may have it meanwhile, who need none
+                    if time.monotonic() > until:
+                        raise
+                self._pause.wait(_LOOK_S)
         spent(ended.seconds)
         self._check(ended.status, job, len(text))
         return count, ids
-
-    @contextmanager
-    def _memory_for_one(self, check: Callable[[], None]) -> Iterator[int]:
-        """Bytes that it may take; waits for what others have set aside."""
-        until = time.monotonic() + _MEMORY_S
-        while True:
-            try:
-                size = self.memory.take_elsewhere()
-                break
-            except MemoryShort:
-                if time.monotonic() > until:
-                    raise
-            self._pause.wait(_LOOK_S)
-            check()
-        try:
-            yield ANY_MEMORY if size is None else size
-        finally:
-            self.memory.give_back_elsewhere()
 
     def _ask(self, job: Job, data: bytes, check: Callable[[], None]) -> tuple[Ended, tuple[int, array[int]]]:
         for _ in range(2):
@@ -171,16 +160,19 @@ class _Gone(Exception):
 
 
 class _Line:
-    """One thread at a time: of those that wait the client whose texts have taken least of late, each one's own in the
-    order of their coming."""
+    """One thread at a time, by start-time fair queueing (Goyal, Vin and Cheng 1996): a client's text begins where its
+    last one ended, or where the one that is served did, whichever is later; the earliest is next. So whose texts take
+    least go first, and nobody has credit for a time without any."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._changed = threading.Condition()
         self._waiting: OrderedDict[str, deque[object]] = OrderedDict()
         self._has: object | None = None
-        self._taken: dict[str, tuple[float, float]] = {}
-        """Seconds that a client's texts had taken, and when."""
+        self._now = 0.0
+        """Where the text that is served began, in seconds of this line."""
+        self._ended: dict[str, float] = {}
+        """Where a client's last text did, if later."""
 
     @contextmanager
     def turn(self, who: str, check: Callable[[], None]) -> Iterator[None]:
@@ -196,25 +188,23 @@ class _Line:
             except BaseException:
                 self._leave(who, me)
                 raise
-        begun = self._clock()
+            start, begun = self._now, self._clock()
         try:
             yield
         finally:
             with self._changed:
-                now = self._clock()
-                self._taken[who] = self._of_late(who, now) + now - begun, now
-                self._taken = {name: one for name, one in self._taken.items() if self._of_late(name, now) > _LITTLE_S}
+                self._ended[who] = start + self._clock() - begun
                 self._has = None
                 self._next()
 
-    def _of_late(self, who: str, now: float) -> float:
-        taken, at = self._taken.get(who, (0.0, now))
-        return taken * float(0.5 ** ((now - at) / _HALF_S))
+    def _start(self, who: str) -> float:
+        return max(self._now, self._ended.get(who, 0.0))
 
     def _next(self) -> None:
         if self._has is None and self._waiting:
-            now = self._clock()
-            who = min(self._waiting, key=lambda name: self._of_late(name, now))
+            who = min(self._waiting, key=self._start)
+            self._now = self._start(who)
+            self._ended = {name: end for name, end in self._ended.items() if end > self._now}
             mine = self._waiting.pop(who)
             self._has = mine.popleft()
             if mine:

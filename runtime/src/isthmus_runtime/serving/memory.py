@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import logging
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 
 from ..errors import ConfigError, MemoryShort
 from ..threads import running_pool
@@ -103,7 +103,6 @@ class MemoryGuard:
         self._reserved = reserved
         self._books: list[Callable[[], Iterable[tuple[object, int]]]] = []
         self._reserves: list[Callable[[], int]] = []
-        self._lending = threading.Lock()
         self._lent = 0
         self._refused = refused
         self._trim_others = trim_others
@@ -171,25 +170,27 @@ class MemoryGuard:
         """`set_aside` tells how many bytes works on the way may take at present, all together. From any thread."""
         self._reserves.append(set_aside)
 
-    def take_elsewhere(self) -> int | None:
-        """Bytes that a process which works for this one may take from now on, one at a time; None: any. MemoryShort:
-        they are not there beside what is set aside for works on the way. From any thread."""
+    @contextmanager
+    def elsewhere(self, own: int = 0) -> Iterator[int | None]:
+        """Bytes that a process which works for this one may take meanwhile, one at a time; None: any. `own`: what is
+        set aside for the work that waits for it, and takes no more until then. MemoryShort: they are not there beside
+        what is set aside for others. From any thread."""
         if self.room is None:
-            return None
+            yield None
+            return
         size = self.room // 4
-        with self._lending:
-            assert not self._lent, "one at a time"
-            if self._last.limit - self._last.used - sum(told() for told in self._reserves) < size:
-                raise MemoryShort(
-                    f"memory: {self._cause()}, and {size // _MIB} MiB are needed beside it and what is being planned, "
-                    "for a text of this length; try again, or send less"
-                )
-            self._lent = size
-        return size
-
-    def give_back_elsewhere(self) -> None:
-        """That process has ended, or has nothing to do any more. From any thread."""
-        self._lent = 0
+        assert not self._lent, "one at a time"
+        others = max(0, sum(told() for told in self._reserves) - own)
+        if self._last.limit - self._last.used - others < size:
+            raise MemoryShort(
+                f"memory: {self._cause()}, and {size // _MIB} MiB are needed beside it and what is being planned, for "
+                "a text of this length; try again, or send less"
+            )
+        self._lent = size
+        try:
+            yield size
+        finally:
+            self._lent = 0
 
     @property
     def excess(self) -> int:

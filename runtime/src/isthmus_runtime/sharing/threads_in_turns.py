@@ -59,6 +59,8 @@ class _Task:
         """It has been paused."""
         self.worked_s = 0.0
         """Of a processor, when it last looked."""
+        self.set_aside = 0
+        """Bytes, of its part."""
         self._places = places
         self._elsewhere_s = 0.0
         self._why: RequestError | None = None
@@ -155,6 +157,11 @@ def whose() -> str:
     return "" if _work.task is None else _work.task.who
 
 
+def set_aside() -> int:
+    """Bytes that are set aside for what this thread works on."""
+    return 0 if _work.task is None else _work.task.set_aside
+
+
 def spent(seconds: float) -> None:
     """Of a processor, by another process for what this thread works on."""
     if _work.task is not None:
@@ -167,6 +174,10 @@ class Part(Protocol):
     @property
     def of(self) -> object:
         """Of what: as `make_way` is asked."""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
 
     def give_back(self) -> None:
         """Called once."""
@@ -227,6 +238,7 @@ class ThreadsInTurns:
 
         if part is not None:
             self._holding[task] = part
+            task.set_aside = part.size
         work = loop.run_in_executor(self._threads, make_it)
 
         def over(work: asyncio.Future[_M]) -> None:
