@@ -21,6 +21,7 @@ from isthmus_operator.plan.observed import Facts
 from isthmus_operator.plan.ownership import differs, may_write, owned, was_made_by_us
 from isthmus_operator.render.names import Component, Defaults
 from isthmus_operator.render.service import render
+from isthmus_operator.shell import answers
 from isthmus_operator.shell.answers import HEAVY, SMALL, Body, Reader, cut, told, weight
 
 EXAMPLE = yaml.safe_load((Path(__file__).parents[2] / "examples" / "direct.yaml").read_text())
@@ -111,6 +112,24 @@ def test_an_event_with_a_heavy_object_is_cut_and_another_is_not_touched() -> Non
     assert "spec" not in event["object"]
     usual = b'{"type":  "ADDED", "object": {"metadata": {}}}'
     assert told(usual) == usual
+
+
+@pytest.mark.parametrize(("took_s", "again"), [(0.0, True), (240.0, False)])
+def test_a_watch_that_told_nothing_for_minutes_goes_on_from_its_place(
+    monkeypatch: pytest.MonkeyPatch, took_s: float, again: bool
+) -> None:
+    times = [0.0, took_s]
+    monkeypatch.setattr(answers, "perf_counter", lambda: times.pop(0))
+
+    class Nothing:
+        async def iter_chunked(self, size: int) -> AsyncIterator[bytes]:
+            for part in ():
+                yield part
+
+    async def main() -> list[bytes]:
+        return [line async for line in answers._Lines(Nothing()).iter_chunked(1)]  # type: ignore[arg-type]
+
+    assert bool(asyncio.run(main())) is again
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from isthmus_operator.api.allowed_patch import is_rendered
 from isthmus_operator.api.crd import to_yaml
 from isthmus_operator.api.v1alpha1 import InferenceService, parse
 from isthmus_operator.render import adapters, router
@@ -335,6 +336,7 @@ def test_a_model_on_several_ranks() -> None:
     assert engine["args"][engine["args"].index("--tensor-parallel-size") + 1] == "2"
     assert {"name": "shm", "mountPath": "/dev/shm"} in engine["volumeMounts"], "NCCL needs more than 64 MiB of it"
     assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}} in pod["volumes"]
+    assert all(is_rendered(volume["name"]) for volume in pod["volumes"]), "patches may use none of them"
     one = service(engine={"parallelism": {"tensor": 1}})
     assert service_revision(one) == service_revision(service())
     assert "--tensor-parallel-size" not in str(render(one, Defaults()))

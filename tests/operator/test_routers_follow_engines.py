@@ -13,6 +13,7 @@ from isthmus_operator.api.v1alpha1 import InferenceService
 from isthmus_operator.plan.observed import Pod, Workload
 from isthmus_operator.plan.planner import Plan, Rollout, plan
 from isthmus_operator.plan.rehearse import World
+from isthmus_operator.plan.routers import unneeded
 from isthmus_operator.render.names import Component
 from isthmus_operator.render.revision import role_revision
 
@@ -335,6 +336,23 @@ def test_routers_know_engines_of_their_model_whatever_their_image(model: str, st
     life.go(60)
     assert life.answered and not life.taken
     assert back == "Pause" or life.ready(R) == life.engines
+
+
+def test_routers_of_engines_that_an_earlier_operator_made_stay() -> None:
+    """Those do not say of which model they are, and their routers' label names a later pairing."""
+    life = changed_over("Pause", SHAPES[0], SURGES[0])
+    seen = life.world.seen
+    (old,) = (w for w in seen.routers if life.known[R, w.revision][0] == "a")
+    assert not old.replicas
+    engines = tuple(
+        replace(w, model="", pairing="of-before") if life.known[w.component, w.revision][0] == "a" else w
+        for w in seen.engines
+    )
+    seen = replace(seen, engines=engines, routers=tuple(replace(w, pods=()) if w is old else w for w in seen.routers))
+    counts = {w.revision: w.replicas for w in seen.routers}
+    goal = role_revision(life.asked.spec, R)
+    assert unneeded(goal, seen, counts, over=False, now=life.world.now) == ()
+    assert unneeded(goal, seen, counts, over=True, now=life.world.now) == (old.name,)
 
 
 @pytest.mark.parametrize("paused", [False, True])

@@ -93,7 +93,10 @@ def _sorted_out(path: str, documents: list[Any]) -> Documents:
         if kind == KIND:
             services.append(document)
         elif kind in ("ConfigMap", "Secret"):
-            objects[kind, str((document.get("metadata") or {}).get("name"))] = document
+            meta = document.get("metadata")
+            if not isinstance(meta, dict) or not isinstance(meta.get("name"), str):
+                raise BadFile(f"{path}: document {number} is a {kind} without metadata.name, a text")
+            objects[kind, meta["name"]] = document
         else:
             found = f"kind {kind!r}" if kind else "no kind"
             raise BadFile(f"{path}: document {number} has {found}; allowed: {KIND}, and ConfigMap or Secret beside it")

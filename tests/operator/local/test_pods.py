@@ -187,6 +187,22 @@ def test_environment_references_to_config_maps_are_resolved() -> None:
     assert env["B"] == "1-10.0.0.3"
 
 
+@pytest.mark.parametrize(
+    ("kind", "content", "told"),
+    [
+        ("ConfigMap", {"data": {"b": "1"}}, "ConfigMap c has no key 'a'; it has b"),
+        ("Secret", {"data": {"a": "!!!"}}, "Secret c has values that are not base64"),
+        ("Secret", {"data": {"a": 5}}, "Secret c has values that are not base64"),
+        ("Secret", {"data": {"a": "//79"}}, "the key 'a' of Secret c is not UTF-8"),
+    ],
+)
+def test_a_variable_that_is_none_is_told(kind: str, content: dict[str, Any], told: str) -> None:
+    ref = {"configMapKeyRef" if kind == "ConfigMap" else "secretKeyRef": {"name": "c", "key": "a"}}
+    patch = {"spec": {"containers": [{"name": "engine", "env": [{"name": "A", "valueFrom": ref}]}]}}
+    with pytest.raises(UserError, match=told):
+        pods({(kind, "c"): content}, roles={"prefill": {}, "decode": {"podPatch": patch}})
+
+
 def test_texts_of_users_reach_processes_as_they_are() -> None:
     names = ["$(POD_IP)", "a$$b", "$$(HOME)", "c$d"]
     model = {"source": {"s3": {"uri": "s3://b/$(POD_NAME)", "region": "-r"}}, "servedNames": names}

@@ -197,7 +197,9 @@ def _described(node: Node) -> str:
     return node.value if isinstance(node, Leaf) else "a list" if isinstance(node, Items) else "a mapping"
 
 
-RENDERED_VOLUMES = frozenset({"model", "model-credentials", "api-key", "store-secret", "peers", "tmp", "adapters"})
+RENDERED_VOLUMES = frozenset(
+    {"model", "model-credentials", "api-key", "store-secret", "peers", "tmp", "shm", "adapters"}
+)
 """Names of the volumes that pods have without a patch; those of adapters go on behind `adapters`."""
 
 

@@ -321,7 +321,21 @@ def _content(pod: str, kind: str, name: str, objects: Objects) -> dict[str, byte
             raise UserError(
                 f"{pod}: {kind} {name} has the key {key[:64]!r}; keys are file names of letters, digits, '-', '_', '.'"
             )
-    return {k: base64.b64decode(v) for k, v in coded.items()} | plain
+    try:
+        return {k: base64.b64decode(v, validate=True) for k, v in coded.items()} | plain
+    except (ValueError, TypeError):
+        raise UserError(f"{pod}: {kind} {name} has values that are not base64; write texts as stringData") from None
+
+
+def _variable(pod: str, kind: str, reference: dict[str, Any], content: dict[str, bytes], key: str) -> str:
+    """The text of a key; UserError where there is none, or it is no text."""
+    name = reference["name"]
+    if key not in content:
+        raise UserError(f"{pod}: {kind} {name} has no key {key!r}; it has {', '.join(sorted(content)) or 'none'}")
+    try:
+        return content[key].decode()
+    except UnicodeDecodeError:
+        raise UserError(f"{pod}: the key {key!r} of {kind} {name} is not UTF-8, as variables are") from None
 
 
 def _environment(draft: _Draft, raw: dict[str, Any], objects: Objects) -> dict[str, str]:
@@ -330,7 +344,8 @@ def _environment(draft: _Draft, raw: dict[str, Any], objects: Objects) -> dict[s
         for key, kind in (("configMapRef", "ConfigMap"), ("secretRef", "Secret")):
             if key in source:
                 content = _content(draft.name, kind, source[key]["name"], objects)
-                env |= {source.get("prefix", "") + k: v.decode() for k, v in content.items()}
+                for k in content:
+                    env[source.get("prefix", "") + k] = _variable(draft.name, kind, source[key], content, k)
     for entry in raw.get("env", []):
         if "valueFrom" not in entry:
             env[entry["name"]] = str(entry.get("value", ""))
@@ -341,8 +356,9 @@ def _environment(draft: _Draft, raw: dict[str, Any], objects: Objects) -> dict[s
             continue
         for key, kind in (("configMapKeyRef", "ConfigMap"), ("secretKeyRef", "Secret")):
             if key in reference:
-                content = _content(draft.name, kind, reference[key]["name"], objects)
-                env[entry["name"]] = content[reference[key]["key"]].decode()
+                one = reference[key]
+                content = _content(draft.name, kind, one["name"], objects)
+                env[entry["name"]] = _variable(draft.name, kind, one, content, one["key"])
     return env
 
 

@@ -209,6 +209,8 @@ def unneeded(goal: str, seen: Observed, counts: dict[str, int], over: bool, now:
     kept: set[str] = set()
     for engines in () if over else seen.engines:
         fitting = [w for w in rest if _suits(w, engines)]
+        if not fitting and not engines.model:  # an earlier operator made them, and did not say of which model
+            fitting = [w for w in rest if w.pairs is not (engines.component is Component.WORKER)]
         kept |= {w.name for w in fitting if w is max(fitting, key=_standing)}
     return tuple(w.name for w in rest if w.name not in kept and not counts[w.revision] and not places(w, now))
 

@@ -48,6 +48,8 @@ _OTHERS = bytes(one for one in range(256) if one not in b"{[}]")
 """Marks as steps in depth, without all else."""
 _ITEMS = re.compile(rb'(?<!\\)"items"\s*:\s*\[\Z')
 _KIND = re.compile(rb'"kind"\s*:\s*"([A-Za-z]*?)(?:List)?"')
+_BRIEF_S = 1.0
+"""A watch that ends sooner and has told nothing is none."""
 _FORGOTTEN = json.dumps({"type": "ERROR", "object": {"kind": "Status", "code": 410}}).encode()
 """What makes kopf list anew, after a pause; of other errors it ends."""
 _CHANGE = re.compile(rb'\{"type":"(?!ERROR)[A-Z]+","object":\{')
@@ -118,7 +120,7 @@ class _Lines:
         return getattr(self._content, name)
 
     async def iter_chunked(self, size: int) -> AsyncIterator[bytes]:
-        rest, came = bytearray(), False
+        rest, came, begun = bytearray(), False, perf_counter()
         async for data in self._content.iter_chunked(size):
             *lines, last = data.split(b"\n")
             for line in lines:
@@ -126,8 +128,9 @@ class _Lines:
                 rest.clear()
                 came = True
             rest += last
-        # The API server ends each event by a newline. After what is none, or nothing at all, kopf asks again at once.
-        if rest or not came:
+        # The API server ends each event by a newline. After what is none, or nothing at all, kopf asks again at once;
+        # but that is usual where nothing has happened for minutes.
+        if rest or (not came and perf_counter() - begun < _BRIEF_S):
             yield _FORGOTTEN + b"\n"
 
 
