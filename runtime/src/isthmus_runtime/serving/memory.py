@@ -247,9 +247,8 @@ class MemoryGuard:
             self._give_back(now)
 
     async def make_room(self, size: int) -> None:
-        """Before what may take so many bytes, which are set aside for it, or more than all that is for such work: where
-        they are not there beside what others have set aside or lent, what is free is given back first. MemoryShort:
-        they are not there then either."""
+        """Before what may take so many bytes, or more than all that is set aside for such work: where they are not
+        there beside what is lent, what is free is given back first. MemoryShort: they are not there then either."""
         if not self._lacks(size):
             return
         if self._trimmer is not None:
@@ -268,9 +267,9 @@ class MemoryGuard:
 
     def _lacks(self, size: int) -> bool:
         most = self.room_on_the_way
-        # What others have taken of theirs by now is counted twice: nobody knows how much that is.
-        others = max(0, sum(told() for told in self._reserves) - size) + self._lent
-        return most is not None and self._last.limit - self._last.used - others < min(size, most)
+        # Not less what others have set aside: of that nobody knows how much is in `used` by now, and counted twice it
+        # refused nearly all beside one of the largest. The reserves bound what they may have together.
+        return most is not None and self._last.limit - self._last.used - self._lent < min(size, most)
 
     def may_end(self) -> bool:
         """Whether one of the requests that run has to end now."""
