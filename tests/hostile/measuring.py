@@ -21,7 +21,6 @@ HERE = Path(__file__).resolve().parent
 _SETTLED_S, _LOOK_S = 0.02, 0.05
 """A server that uses less of each look has done its work: others ask it meanwhile."""
 _MOST_SETTLING_S = 20.0
-_PART, _WHOLE = 1 << 16, 1 << 20
 """Of `Tokenizer`: characters that are tokenised at a time by one that cuts, as the model's here does."""
 PATIENCE_S = 90.0
 
@@ -76,8 +75,6 @@ class Cost:
     """Of other clients' requests."""
     peak_mib: float = 0.0
     stays_mib: float = 0.0
-    uncut: int = 0
-    """Bytes of the longest part that the server sees to be tokenised at a time."""
     said: str = ""
     """The beginning of an answer that is none."""
 
@@ -181,9 +178,7 @@ class Server:
         Path(f"/proc/{self.pid}/clear_refs").write_text("5")
         rss, used, beside = status_kib(self.pid, "VmRSS"), cpu_s(self.pid), self.beside_s()
         self.tell("reset")
-        # A message's parts become one text, so this may be too little for many that have no place to cut them.
-        longest = max(map(len, raw.split(b" ")), default=0)
-        cost = Cost(0, len(raw), len(sent), uncut=min(len(raw), _WHOLE if longest > _PART else 2 * _PART))
+        cost = Cost(0, len(raw), len(sent))
         began = time.monotonic()
         cost.status, answer = call(self.port, path, sent, headers, "127.0.0.3")
         cost.answer = len(answer)

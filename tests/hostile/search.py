@@ -46,7 +46,7 @@ class Row:
             ("cpu", c.cpu_s > CPU_S),
             ("others", c.others_s > OTHERS_S),
             ("refused", c.refused > 0),
-            ("peak", c.peak_mib > PEAK_MIB + planning_takes(c.body, c.uncut) / (1 << 20)),
+            ("peak", c.peak_mib > PEAK_MIB + planning_takes(c.body) / (1 << 20)),
             ("stays", c.stays_mib > STAYS_MIB),
             ("silent", c.status == 0),
             ("500", c.status == 500),

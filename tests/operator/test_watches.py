@@ -169,8 +169,11 @@ def test_a_watch_that_tells_of_an_error_begins_anew(tmp_path: Path, code: int) -
         async with working(server, tmp_path) as one:
             await until(lambda: server.watches == len(WATCHED))
             server.put("pods", "unheard")
+            server.queries.clear()
             server.fail("pods", code)
             await until(lambda: "unheard" in names(one))
+            # The new one, and no more the old one.
+            await until(lambda: any("watch" in query for _, query in server.queries) and server.watches == len(WATCHED))
             server.tell("pods", "ADDED", server.put("pods", "new"))
             await until(lambda: "new" in names(one))
 
