@@ -21,7 +21,6 @@ HERE = Path(__file__).resolve().parent
 _SETTLED_S, _LOOK_S = 0.02, 0.05
 """A server that uses less of each look has done its work: others ask it meanwhile."""
 _MOST_SETTLING_S = 20.0
-"""Of `Tokenizer`: characters that are tokenised at a time by one that cuts, as the model's here does."""
 PATIENCE_S = 90.0
 
 
