@@ -84,10 +84,11 @@ class LongTexts:
         """How many ids a text has, and the ids: all, or none where there are more than `most`, or the `last` ones.
         by: number of the tokenizer; special: with the tokens that a prompt has before and after it.
 
-        InvalidRequest: it takes more memory than there is room for, more than MOST_S of a processor, or the library
-        gives it up. Overloaded
-        (503) where the process does not get to run, or is ended by others, and as MemoryShort where memory is not there
-        for some seconds. Raises as `go_on` meanwhile.
+        Raises:
+            InvalidRequest: it takes more memory than there is room for, more than MOST_S of a processor, or the library
+                gives it up.
+            MemoryShort: memory is not there for some seconds (503).
+            Overloaded: the process does not get to run, or is ended by others (503); and as `go_on` raises meanwhile.
         """
         data = text.encode()
         seconds = min(MOST_S, _SHORT_S + _OF_A_BYTE_S * len(data))
