@@ -50,7 +50,7 @@ _BY_OTHERS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class LongTexts:
-    """Of one model. Safe to use from several threads; one text at a time, of the client whose have taken least."""
+    """Of one model. Safe to use from several threads; one text at a time, in fair turns of clients."""
 
     def __init__(self, tokenizers: Sequence[Callable[[], Tokenizer]]) -> None:
         """`tokenizers`: as texts ask for them by number."""
@@ -223,7 +223,7 @@ class _Line:
 
 
 class _Said(NamedTuple):
-    """What has come of the process: on its own descriptor, and on stdout."""
+    """What has come: from the process, and from the copy that tokenises."""
 
     told: bytearray
     out: bytearray
