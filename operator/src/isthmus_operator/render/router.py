@@ -70,8 +70,8 @@ def router_args(service: InferenceService, model_path: str) -> list[str]:
 
 
 def surges(service: InferenceService) -> bool:
-    """Whether a new router comes before an old one goes: where rollouts have a surge, and where there is one router, which
-    needs no GPU, unless old pods are to stop first."""
+    """Whether a new router comes before an old one goes: where rollouts have a surge, and where there is one router, as
+    it needs no GPU, unless old pods are to stop first."""
     rollout = service.spec.rollout
     only = service.spec.router.replicas == 1 and rollout.strategy is not RolloutStrategy.RECREATE
     return only or not rollout.max_surge.is_zero
