@@ -331,6 +331,34 @@ def test_a_stream_of_a_message(serve, run, caller, claude):
     run(main())
 
 
+@pytest.mark.parametrize(
+    "said, items, blocks",
+    [
+        ("<think>hm</think>", ["reasoning"], ["thinking"]),
+        ("<think>hm", ["reasoning"], ["thinking"]),
+        ("", ["message"], []),
+        (CALL, ["function_call"], ["tool_use"]),
+        ("a", ["message"], ["text"]),
+    ],
+)
+def test_an_answer_has_no_more_than_was_said(serve, run, caller, claude, said, items, blocks):
+    """In one piece and in a stream, as the servers of whom these forms are."""
+
+    async def main():
+        async with serve(spell(caller, said), used=caller) as api, client(api) as c, claude(api) as a:
+            api.backend.max_model_len = 4000
+            ask = {"model": "tiny", "input": "hi", "tools": [TOOL]}
+            assert [item.type for item in (await c.responses.create(**ask)).output] == items
+            async with c.responses.stream(**ask) as stream:
+                assert [item.type for item in (await stream.get_final_response()).output] == items
+            ask = {"model": "tiny", "max_tokens": 300, "tools": [THEIR_TOOL], "messages": HELLO}
+            assert [block.type for block in (await a.messages.create(**ask)).content] == blocks
+            async with a.messages.stream(**ask) as stream:
+                assert [block.type for block in (await stream.get_final_message()).content] == blocks
+
+    run(main())
+
+
 def test_errors_in_their_form(serve, run, tokenizer, claude, anthropic):
     async def main():
         first = tokenizer.encode("a")[0]

@@ -26,7 +26,6 @@ from starlette.responses import Response
 from isthmus_runtime.serving.answering import Answering
 from isthmus_runtime.serving.app import add_pages, make_app
 from isthmus_runtime.serving.call import Call, add_call_route, authorization
-from isthmus_runtime.serving.in_flight import InFlight
 from isthmus_runtime.serving.limits import Limits
 from isthmus_runtime.serving.server import Server, run_app
 

@@ -21,7 +21,6 @@ from isthmus_runtime.errors import ConfigError, Overloaded, TransferFailed
 from isthmus_runtime.serving import app as serving_app
 from isthmus_runtime.serving.app import add_pages, make_app
 from isthmus_runtime.serving.call import Call, add_call_route
-from isthmus_runtime.serving.in_flight import InFlight
 from isthmus_runtime.serving.limits import Limits
 from isthmus_runtime.serving.server import beside, run_app
 

@@ -209,7 +209,7 @@ class AnthropicFormat(Format):
         content: list[dict[str, Any]] = []
         if answer.reasoning:
             content.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
-        if answer.text or not answer.calls:
+        if answer.text:
             content.append({"type": "text", "text": answer.text})
         content += [{**self._use(c), "input": json.loads(c.arguments)} for c in answer.calls]
         ended = _ended(answer.finish_reason, answer.stop)
