@@ -183,6 +183,7 @@ def pod(child: Object, component: Component) -> Pod:
         ends=seconds(meta["deletionTimestamp"]) if meta.get("deletionTimestamp") else None,
         reason="" if is_ready else reason,
         problem="" if is_ready else problem,
+        restarts=sum(int(c.get("restartCount") or 0) for c in containers),
         guarded=(meta.get("labels") or {}).get(GUARDED_LABEL) == "true",
         failed=status.get("phase") in ("Failed", "Succeeded"),
     )

@@ -32,6 +32,7 @@ class Pod:
     ends:        by when a stopping pod will have been killed; None while it is not stopping
     reason:      CamelCase word for why it is not ready (CrashLoopBackOff, ErrImagePull, Unschedulable, ...)
     problem:     the same for people, naming the container
+    restarts:    how often its containers were started anew
     guarded:     it has credentials and asks for them; its metrics and probes are on a port of their own
     failed:      it will not recover by itself (evicted, or its containers have ended for good)
     """
@@ -49,6 +50,7 @@ class Pod:
     ends: float | None = None
     reason: str = ""
     problem: str = ""
+    restarts: int = 0
     guarded: bool = False
     failed: bool = False
 
@@ -56,6 +58,10 @@ class Pod:
         """Whether it is unready for so short a time that it is most likely well: a probe that timed out under load, a
         kubelet that was restarted, a node that the control plane did not reach."""
         return self.started and not self.ready and now - self.changed < SICK_AFTER_S
+
+    def settles(self, now: float) -> bool:
+        """Whether it crashed, and has been ready again for so short a time that it may do so again."""
+        return self.ready and self.restarts > 0 and now - self.changed < SICK_AFTER_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +115,15 @@ class Workload:
         flickering = sum(pod.flickers(now) for pod in self.live)
         surplus = max(0, len(self.live) - self.replicas)
         return min(self.replicas, self._ready + max(0, flickering - surplus))
+
+    def settled(self, now: float) -> Workload:
+        """With pods that crashed and have just become ready again as those that flicker: they serve, and nothing
+        follows from it yet."""
+        if not any(pod.settles(now) for pod in self.live):
+            return self
+        text = f"it was restarted, and counts once it has been ready for {SICK_AFTER_S:.0f} s"
+        unsure = (replace(pod, ready=False, problem=text) if pod.settles(now) else pod for pod in self.pods)
+        return replace(self, pods=tuple(unsure))
 
     @property
     def fresh(self) -> Workload:
@@ -198,6 +213,11 @@ class Observed:
     def said(self, condition: str) -> Condition | None:
         """A condition as the status holds it now."""
         return next((one for one in self.conditions if one.type == condition), None)
+
+    def settled(self, now: float) -> Observed:
+        """As a rollout counts it: of engines and routers that crashed and are ready again, after a while."""
+        engines, routers = (tuple(w.settled(now) for w in every) for every in (self.engines, self.routers))
+        return replace(self, engines=engines, routers=routers)
 
     def of(self, component: Component) -> tuple[Workload, ...]:
         """Workloads of one engine role."""
