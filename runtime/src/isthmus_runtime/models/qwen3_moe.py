@@ -83,7 +83,7 @@ def parse(read: ConfigReader) -> Qwen3MoeSpec:
         dense = []
     spec = Qwen3MoeSpec(
         **common,
-        windows=read.qwen_windows(common["num_layers"]),
+        windows=_windows(read, common["num_layers"]),
         rope=read.rope(),
         attention_bias=read.boolean("attention_bias", False),
         num_experts=experts,
@@ -95,6 +95,13 @@ def parse(read: ConfigReader) -> Qwen3MoeSpec:
     # For training.
     read.finish("router_aux_loss_coef", "output_router_logits")
     return spec
+
+
+def _windows(read: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
+    """All layers have the window or none, unlike Qwen3's: transformers reads no `max_window_layers` here."""
+    read.get("max_window_layers")
+    window = read.optional_integer("sliding_window", 4096)
+    return (window if read.boolean("use_sliding_window", False) else None,) * num_layers
 
 
 def _gguf_config(header: GgufHeader) -> dict[str, Any]:
