@@ -72,7 +72,7 @@ class Qwen3MoeSpec(ModelSpec):
 
 def parse(read: ConfigReader) -> Qwen3MoeSpec:
     """The record of a Qwen3 MoE's `config.json`."""
-    common = read.common()
+    common = read.common(max_position=32768)
     read.only("hidden_act", "silu")
     experts, chosen = read.integer("num_experts", 128, MOST_PARTS), read.integer("num_experts_per_tok", 8)
     if chosen > experts:
