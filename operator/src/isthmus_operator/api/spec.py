@@ -338,7 +338,7 @@ class Router(PodSettings):
     resources: Resources = Field(default_factory=Resources)
     """Resources of the main container. What is not named has a default, so that a quota takes routers."""
     replicas: Count = 2
-    """Number of routers. They share nothing. With one, clients are refused while it is replaced or its node drained."""
+    """Number of routers. They share nothing. With one, clients are refused while its node is drained."""
     image: Text | None = None
     """Image of the router. Absent: the operator's default, fixed when a revision is first made."""
     policy: RouterPolicy = RouterPolicy.LEAST_LOAD
