@@ -37,12 +37,12 @@ def refused(**changes: Any) -> tuple[str, ...]:
 
 
 def test_defaults_of_llama() -> None:
-    spec = parse(torch_dtype="bfloat16", bos_token_id=1, eos_token_id=[2, 3])
+    spec = parse(torch_dtype="bfloat16", eos_token_id=[2, 3])
     assert (spec.head_dim, spec.num_kv_heads, spec.rms_norm_eps) == (8, 2, 1e-6)
     assert spec.rope == RopeSpec(theta=10000.0)
     assert spec.windows == (None,) * 4
     assert not (spec.tie_word_embeddings or spec.attention_bias or spec.mlp_bias)
-    assert (spec.dtype, spec.bos_token_id, spec.eos_token_ids) == ("bfloat16", 1, (2, 3))
+    assert (spec.dtype, spec.eos_token_ids) == ("bfloat16", (2, 3))
 
 
 @pytest.mark.parametrize(

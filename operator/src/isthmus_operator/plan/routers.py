@@ -4,7 +4,8 @@
   old engines, nor few new ones alone. Once some have changed, the rest do.
 - Routers are where engines of their own are well. Where those fail, routers go back to the revision whose engines are
   well; where new routers fail, old ones come back beside them.
-- One at a time: a new one is ready before an old one goes, or, where rollouts have no surge, an old one goes before.
+- One at a time: a new one is ready before an old one goes, or, where rollouts have no surge, an old one goes before,
+  unless it is the only one.
 - Engines of the old revision stay, one of each role at least, until no old router is asked for (`old_pairings`): they
   may give new engines nothing.
 - The old workload stays, at zero, until the rollout is over: a rollback takes routers back with the engines.
@@ -19,6 +20,7 @@ from ..api.choices import Mode, PrefillUnavailable
 from ..api.v1alpha1 import InferenceService
 from ..render.names import Component
 from ..render.revision import model_digest, pairing, role_revision
+from ..render.router import surges
 from .observed import Observed, Workload
 from .progress import current
 from .rollout import Goal, places
@@ -135,7 +137,7 @@ def next_counts(service: InferenceService, to: str, seen: Observed, now: float) 
     new = seen.router_of(to)
     begun, ready = (0, 0) if new is None else (new.replicas, new.ready)
     counts[to] = target = min(count, max(0 if helper else begun, ready + 1))
-    surplus = sum(w.replicas for w in old) - max(0, count - (ready if _surges(service) else target))
+    surplus = sum(w.replicas for w in old) - max(0, count - (ready if surges(service) else target))
     if helper is not None:
         counts[helper.revision] += max(0, -surplus)
     for workload in old:
@@ -159,7 +161,7 @@ def held_counts(service: InferenceService, seen: Observed, stay: Workload) -> di
     """The same where no revision gives way to another: as many as there should be, by those that `stay`."""
     counts = {w.revision: w.replicas for w in seen.routers}
     least = service.spec.router.replicas - (sum(counts.values()) - stay.replicas)
-    most = least + (_surges(service) and len(counts) > 1)
+    most = least + (surges(service) and len(counts) > 1)
     # Others that are not ready serve nobody, so the last one that does stays whatever the sum.
     alone = service.spec.router.replicas > 0 and not any(w.ready for w in seen.routers if w is not stay)
     return counts | {stay.revision: max(min(stay.replicas, int(alone)), least, min(stay.replicas, most))}
@@ -196,10 +198,6 @@ def arrived(service: InferenceService, goal: str, seen: Observed) -> bool:
 def _ready(revision: str, seen: Observed) -> int:
     found = seen.router_of(revision)
     return 0 if found is None else found.fresh.ready
-
-
-def _surges(service: InferenceService) -> bool:
-    return not service.spec.rollout.max_surge.is_zero
 
 
 def unneeded(goal: str, seen: Observed, counts: dict[str, int], over: bool, now: float) -> tuple[str, ...]:

@@ -52,7 +52,6 @@ class Common(TypedDict):
     tie_word_embeddings: bool
     quantization: Quantization | None
     dtype: str
-    bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
 
 
@@ -103,7 +102,6 @@ class ConfigReader(JsonReader):
             tie_word_embeddings=self.boolean("tie_word_embeddings", tied),
             quantization=None if quantized is None else read_quantization(quantized),
             dtype=self.text("dtype", "") or self.text("torch_dtype", ""),
-            bos_token_id=next(iter(self._token_ids(self.get("bos_token_id"), "bos_token_id")), None),
             eos_token_ids=self._token_ids(ends, "eos_token_id"),
         )
 

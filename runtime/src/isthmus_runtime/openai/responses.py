@@ -257,7 +257,7 @@ class ResponsesFormat(Format):
         """A non-streamed answer."""
         (answer,) = answers
         items = [_reasoning(answer.reasoning)] if answer.reasoning else []
-        items += [_message(answer.text)] if answer.text or not answer.calls else []
+        items += [_message(answer.text)] if answer.text or not (answer.calls or items) else []
         items += [self._called(c) for c in answer.calls]
         _, told = self._response(items, answer.finish_reason, usage, answer)
         yield told.encode()
