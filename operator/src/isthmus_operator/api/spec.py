@@ -409,7 +409,7 @@ class Spec(Block):
     transfer: Transfer = Field(default_factory=Transfer)
     """How KV travels from prefill to decode. Only with mode Disaggregated."""
     store: Store | None = None
-    """A Mooncake storage pool. Required by transfer mode Store; with Direct it is a shared prefix cache."""
+    """A Mooncake storage pool. Required by transfer mode Store; engines with Direct do not use it."""
     router: Router = Field(default_factory=Router)
     """The entry point for clients."""
     rollout: Rollout = Field(default_factory=Rollout)
