@@ -139,6 +139,7 @@ class EngineFacts:
     model_revision: commit or digest that its weights were resolved to; empty where it does not say
     adapter_list:   digest of the list of adapters that it follows; empty where it follows none
     adapter_problems: (adapter, why it is not as the list says); an empty name is about the list itself
+    queued, kv_usage: requests that wait, share of the KV blocks that are in use; None: it was not asked, or did not say
     stale:          it did not answer this time; this is what it said before
     """
 
@@ -154,8 +155,8 @@ class EngineFacts:
     usable_blocks: int = 0
     bytes_per_block: int = 0
     max_model_len: int = 0
-    queued: float = 0.0
-    kv_usage: float = 0.0
+    queued: float | None = None
+    kv_usage: float | None = None
     adapter_list: str = ""
     adapter_problems: tuple[tuple[str, str], ...] = ()
     stale: bool = False
