@@ -59,8 +59,11 @@ def test_a_pod_says_how_often_its_containers_were_restarted() -> None:
     found = a_pod("True", 40, RUNNING)
     assert pod(found, Component.DECODE).restarts == 0
     found["status"]["containerStatuses"] = [{"name": name, "state": RUNNING, "restartCount": 2} for name in "ab"]
+    ran = [{"terminated": {"startedAt": at(10), "finishedAt": at(second)}} for second in (30, 17)]
+    found["status"]["containerStatuses"][0]["lastState"] = ran[0]
+    found["status"]["containerStatuses"][1] |= {"state": ran[1], "lastState": {"terminated": {"exitCode": 1}}}
     restarted = pod(found, Component.DECODE)
-    assert restarted.restarts == 4
+    assert (restarted.restarts, restarted.ran) == (4, 20)
     assert restarted.settles(restarted.changed + 29)
     assert not restarted.settles(restarted.changed + 30)
 

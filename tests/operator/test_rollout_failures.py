@@ -426,6 +426,21 @@ def test_a_pod_that_crashed_counts_once_it_has_been_ready_for_a_while() -> None:
     assert {count for (_, revision), count in after.counts.items() if revision not in bad} == {0}
 
 
+@pytest.mark.parametrize("changes", [{"started": True}, {"ran": 121.0}, {"restarts": 2}])
+def test_restarts_when_a_pod_began_are_not_held_against_it(changes: dict[str, Any]) -> None:
+    """It has run since, for longer than the deadline, or fails a probe."""
+    world = settled(service(1, p=4, d=4))
+    new = service(2, p=4, d=4, rollout={"progressDeadline": "120s", "onFailure": "Rollback"})
+    bad = set(revisions(new).values())
+    step(new, world, 4)
+    world.now += HOUR
+    down: dict[str, Any] = {"ready": False, "started": False, "restarts": 3, "ran": 20.0, "changed": world.now - 1}
+    with_pods(world, lambda pod: pod.revision in bad, **down | changes)
+    assert plan(new, world.seen, world.now).state is Rollout.ROLLING
+    with_pods(world, lambda pod: pod.revision in bad, **down)
+    assert plan(new, world.seen, world.now).state is Rollout.ROLLED_BACK
+
+
 def test_crashes_in_a_pause_undo_nothing() -> None:
     world = settled(service(1, p=4, d=4))
     of: dict[str, Any] = {"progressDeadline": "120s", "onFailure": "Rollback"}

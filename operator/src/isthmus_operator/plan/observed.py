@@ -33,6 +33,7 @@ class Pod:
     reason:      CamelCase word for why it is not ready (CrashLoopBackOff, ErrImagePull, Unschedulable, ...)
     problem:     the same for people, naming the container
     restarts:    how often its containers were started anew
+    ran:         for how long the last that ended had run; 0: none has, or nobody says
     guarded:     it has credentials and asks for them; its metrics and probes are on a port of their own
     failed:      it will not recover by itself (evicted, or its containers have ended for good)
     """
@@ -51,6 +52,7 @@ class Pod:
     reason: str = ""
     problem: str = ""
     restarts: int = 0
+    ran: float = 0.0
     guarded: bool = False
     failed: bool = False
 

@@ -17,7 +17,7 @@ from .observed import SICK_AFTER_S, Observed, Pod, Workload
 from .rollout import OVERDUE_S, Goal, places
 
 AGAIN = 3
-"""A pod that was restarted so often is one that crashes again and again."""
+"""Restarts after which a pod that is down crashes again and again."""
 
 
 def current(goal: Goal, seen: Observed) -> Workload | None:
@@ -118,14 +118,14 @@ def overdue(service: InferenceService, workloads: Iterable[Workload], now: float
 
 
 def crashing(service: InferenceService, workloads: Iterable[Workload], now: float) -> str:
-    """What has failed to stay ready within progressDeadline: it crashes again and again, and each time readiness begins
-    anew. Empty when nothing has; in a pause nothing is waited for."""
+    """What has failed to stay up for as long as progressDeadline: it crashes again and again, and may be ready between,
+    from which `overdue` counts anew. Empty when nothing has; in a pause nothing is waited for."""
     deadline = service.spec.rollout.progress_deadline
     if service.spec.rollout.paused:
         return ""
     for pod in (pod for workload in workloads for pod in workload.live):
-        unsure = not pod.ready or pod.settles(now)
-        if unsure and pod.restarts >= AGAIN and now - pod.created > deadline.seconds:
+        down = not pod.ready and not pod.flickers(now) and pod.ran < deadline.seconds
+        if down and pod.restarts >= AGAIN and now - pod.created > deadline.seconds:
             return f"pod {pod.name} has crashed again and again for {deadline}"
     return ""
 

@@ -146,7 +146,9 @@ def next_counts(service: InferenceService, to: str, seen: Observed, now: float) 
         surplus -= taken
     if helper is not None and not helper.well(now):
         # Nobody answers, and which of them can start is not known: each is tried.
-        counts |= {w.revision: max(counts[w.revision], min(count, 1)) for w in old if has_engines(service, w, seen, now)}
+        counts |= {
+            w.revision: max(counts[w.revision], min(count, 1)) for w in old if has_engines(service, w, seen, now)
+        }
     return counts
 
 
