@@ -448,6 +448,7 @@ def test_crashes_in_a_pause_undo_nothing() -> None:
     world.now += HOUR
     new = service(2, p=4, d=4, rollout=of | {"paused": True})
     bad = set(revisions(new).values())
-    with_pods(world, lambda pod: pod.revision in bad, ready=False, restarts=9, changed=world.now)
+    down: dict[str, Any] = {"ready": False, "started": False, "restarts": 9, "changed": world.now}
+    with_pods(world, lambda pod: pod.revision in bad, **down)
     assert plan(new, world.seen, world.now).state is Rollout.PAUSED
     assert plan(service(2, p=4, d=4, rollout=of), world.seen, world.now).state is Rollout.ROLLED_BACK
