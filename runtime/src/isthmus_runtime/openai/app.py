@@ -26,7 +26,6 @@ from ..tracing.span import NO_TRACER, Tracer
 from . import anthropic
 from .anthropic import AnthropicMessage, CountRequest, MessagesRequest, TokenCount
 from .batches import Batch
-from .bodies import json_object
 from .embeddings import Embeddings, EmbeddingsRequest, VectorRequests, plan_embeddings
 from .keys import Keys
 from .lifecycle import Lifecycle
@@ -35,7 +34,7 @@ from .planning import Planning
 from .ranking import Ranker, Ranking, RerankRequest, ScoreRequest, Scores
 from .reference import Chat, Completion, Model, ModelList
 from .responses import Response, ResponsesRequest
-from .schema import ChatRequest, CompletionRequest, chat_request
+from .schema import ChatRequest, CompletionRequest
 from .tenants_file import TenantsFile
 from .tokenizer import Tokenizer
 from .tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest, detokenized, tokenized, written
@@ -271,8 +270,7 @@ class _Api:
         """How many tokens a request to /v1/messages has."""
 
         def count(body: bytes) -> bytes:
-            data = anthropic.as_chat(json_object(body), counting=True)
-            return written(TokenCount(input_tokens=len(self._planner.tokens(chat_request(data), special=True))))
+            return written(TokenCount(input_tokens=self._planner.count(body)))
 
         await self._requests.compute(call, count, self._most_computed(), anthropic.error_body)
 
