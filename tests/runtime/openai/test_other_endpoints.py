@@ -312,6 +312,32 @@ def test_messages(serve, run, caller, claude, anthropic):
     run(main())
 
 
+@pytest.mark.parametrize(
+    "content, more, end",
+    [
+        ("{", {}, "assistant\n{"),
+        ([{"type": "text", "text": "a"}, {"type": "text", "text": "b "}], {}, "assistant\na\nb "),
+        ([{"type": "thinking", "thinking": "hm", "signature": ""}], {}, "assistant\n<think>hm</think>"),
+        ([], {}, "assistant\n"),
+        ("{", {"continue_final_message": False}, "{<|im_end|>\n<|im_start|>assistant\n"),
+        ("{", {"add_generation_prompt": True}, "{<|im_end|>\n<|im_start|>assistant\n"),
+        ([{"type": "tool_use", "id": "1", "name": "f", "input": {}}], {}, "<|im_end|>\n<|im_start|>assistant\n"),
+    ],
+)
+def test_a_last_message_of_the_assistant_is_continued(serve, run, caller, claude, content, more, end):
+    async def main():
+        async with serve(spell(caller, "a"), used=caller) as api, claude(api) as c:
+            api.backend.max_model_len = 4000
+            messages = [*HELLO, {"role": "assistant", "content": content}]
+            got = await c.messages.create(model="tiny", max_tokens=9, messages=messages, extra_body=more)
+            assert got.content[0].text == "a"
+            assert shown(caller, api).endswith(end)
+            count = await c.messages.count_tokens(model="tiny", messages=messages, extra_body=more)
+            assert count.input_tokens == len(api.backend.requests[-1].prompt_token_ids)
+
+    run(main())
+
+
 def test_a_stream_of_a_message(serve, run, caller, claude):
     async def main():
         async with serve(spell(caller, ANSWER), used=caller) as api, claude(api) as c:

@@ -23,6 +23,8 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {"container": (), "mcp_servers": ([
 _BLOCK = ("type", "cache_control")
 """Fields of any block; prefixes are cached without being told."""
 _TEXT_BLOCK: Mapping[str, tuple[object, ...]] = {"citations": ([],)}
+_ENDS = frozenset({"add_generation_prompt", "continue_final_message"})
+"""Parameters that say how the prompt ends."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -83,6 +85,9 @@ def as_chat(data: Mapping[str, Any], *, counting: bool = False) -> dict[str, Any
     for i, item in enumerate(items):
         messages += _messages(item, f"messages[{i}]")
     given["messages"] = messages
+    last = messages[-1]
+    if last["role"] == "assistant" and "tool_calls" not in last and _ENDS.isdisjoint(given):
+        given["continue_final_message"] = True  # what the answer begins with
     if "stop_sequences" in given:
         given["stop"] = given.pop("stop_sequences")
     if "tools" in given:
