@@ -268,6 +268,43 @@ def test_where_new_routers_fail_old_ones_come_back(back: str, shape: dict[str, A
     assert life.engines == life.ready(R) == {("b" if back == "Pause" else "a", life.asked.apart)}
 
 
+@pytest.mark.parametrize("surge", SURGES)
+@pytest.mark.parametrize("shape", SHAPES[:2])
+@pytest.mark.parametrize("back", ["Pause", "Rollback"])
+@pytest.mark.parametrize("wait", [0, 1, 2])
+def test_old_routers_come_back_also_where_others_that_fail_are_between(
+    wait: int, back: str, shape: dict[str, Any], surge: dict[str, Any]
+) -> None:
+    """They were edited once more, and then those of before and after the edit fail."""
+    life = changed_over(back, shape, surge)
+    life.edit(queue=8)
+    life.go(wait)
+    assert ("a", life.asked.apart) in life.engines
+    life.strike((R, "b"))
+    life.go(8)
+    assert life.answered
+    life.go(60, 30.0)
+    assert life.answered and not life.taken
+
+
+@pytest.mark.parametrize("surge", SURGES)
+def test_routers_of_which_none_starts_are_each_tried_and_do_not_change_places(surge: dict[str, Any]) -> None:
+    """In the midst of a rollout that is paused."""
+    life = Life(Asked(rollout=tuple(surge.items())))
+    life.edit(model="b")
+    life.go(100, until=lambda: {("a", False), ("b", False)} == life.ready(R) == life.engines)
+    life.edit(paused=True)
+    life.strike((R, "a"), (R, "b"))
+    life.go(40)
+    routers = life.world.seen.routers
+    assert [w.replicas > 0 for w in routers] == [True, True]
+    life.go(40)
+    assert life.world.seen.routers == routers, "no pod is replaced for nothing"
+    life.bad = {(R, "b")}
+    life.go(5)
+    assert life.answered
+
+
 @pytest.mark.parametrize("back", ["Pause", "Rollback"])
 @pytest.mark.parametrize("routers", [1, 2])
 def test_a_change_of_routers_alone_fails_as_one_of_engines_does(routers: int, back: str) -> None:

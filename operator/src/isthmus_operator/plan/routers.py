@@ -112,12 +112,12 @@ def known(engines: Iterable[Workload], seen: Observed) -> bool:
 
 
 def serving(service: InferenceService, seen: Observed, now: float) -> Workload | None:
-    """The routers that requests go to until others come: those that have engines, of these those that are asked for,
-    and of these those that most are ready of."""
+    """The routers that requests go to until others come: those that have engines, of these those that are well, and of
+    these those that most are ready of. Of equals the oldest: what is asked for next does not change that."""
     able = {w.revision: has_engines(service, w, seen, now) for w in seen.routers}
     return max(
         (w for w in seen.routers if w.replicas > 0 or able[w.revision]),
-        key=lambda w: (able[w.revision], w.replicas > 0, w.ready, w.replicas, -w.created),
+        key=lambda w: (able[w.revision], w.well(now) > 0, w.ready, w.well(now), -w.created),
         default=None,
     )
 
@@ -144,6 +144,11 @@ def next_counts(service: InferenceService, to: str, seen: Observed, now: float) 
         taken = min(max(0, surplus), workload.replicas)
         counts[workload.revision] -= taken
         surplus -= taken
+    if helper is not None and not helper.well(now):
+        # Nobody answers, and which of them can start is not known: each is tried.
+        counts |= {
+            w.revision: max(counts[w.revision], min(count, 1)) for w in old if has_engines(service, w, seen, now)
+        }
     return counts
 
 

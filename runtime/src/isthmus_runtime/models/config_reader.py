@@ -155,11 +155,10 @@ class ConfigReader(JsonReader):
 
     def qwen_windows(self, num_layers: int) -> tuple[int | None, ...]:
         """Windows by layer as Qwen2 and Qwen3 say them."""
-        sliding, use = self.get("sliding_window"), self.boolean("use_sliding_window", False)
+        window, use = self.optional_integer("sliding_window", 4096), self.boolean("use_sliding_window", False)
         first, types = self.get("max_window_layers"), self.layer_types(num_layers)
-        if sliding is None or not use:
+        if window is None or not use:
             return (None,) * num_layers
-        window = self.integer("sliding_window")
         first = first if isinstance(first, int) else 28
         return tuple(
             window if (layer >= first if types is None else types[layer]) else None for layer in range(num_layers)
