@@ -90,10 +90,10 @@ def configs(spec: dict[str, Any]) -> dict[str, EngineConfig | RouterConfig]:
     return out
 
 
-@pytest.mark.parametrize("name", ["direct", "store", "unified"])
+@pytest.mark.parametrize("name", ["direct", "gpu", "store", "unified"])
 def test_arguments_of_the_examples_parse(name: str) -> None:
     found = configs(yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())["spec"])
-    assert set(found) == ({"worker", "router"} if name == "unified" else {"prefill", "decode", "router"})
+    assert set(found) == ({"worker", "router"} if name in ("gpu", "unified") else {"prefill", "decode", "router"})
 
 
 def test_every_setting_arrives_at_the_engine() -> None:

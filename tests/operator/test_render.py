@@ -399,5 +399,14 @@ def test_routers_keep_to_the_surge_of_rollouts(surge: object, rolling: tuple[int
     assert (found["maxSurge"], found["maxUnavailable"]) == rolling
 
 
+@pytest.mark.parametrize(("strategy", "rolling"), [("Coordinated", (1, 0)), ("Recreate", (0, 1))])
+def test_the_only_router_is_replaced_by_a_surge_unless_old_pods_are_to_stop_first(
+    strategy: str, rolling: tuple[int, int]
+) -> None:
+    manifest = router_of(router={"replicas": 1}, rollout={"strategy": strategy})
+    found = manifest["spec"]["strategy"]["rollingUpdate"]
+    assert (found["maxSurge"], found["maxUnavailable"]) == rolling
+
+
 def router_of(**spec: Any) -> dict[str, Any]:
     return router.deployment(service(**spec), Defaults())

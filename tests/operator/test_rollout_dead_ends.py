@@ -144,9 +144,14 @@ def test_what_was_made_in_the_same_second_is_gone_back_to() -> None:
     assert ready_engines(world) == 4
 
 
-@pytest.mark.parametrize(("replicas", "surge", "told"), [(1, 0, True), (2, 0, False), (1, 1, False)])
-def test_the_only_router_is_not_replaced_in_silence(replicas: int, surge: int, told: bool) -> None:
-    rollout = {"maxSurge": surge, "maxUnavailable": 1}
+@pytest.mark.parametrize(
+    ("strategy", "replicas", "surge", "told"),
+    [("Recreate", 1, 0, True), ("Recreate", 2, 0, False), ("Recreate", 1, 1, False), ("Coordinated", 1, 0, False)],
+)
+def test_the_only_router_goes_first_where_that_is_asked_for_and_not_in_silence(
+    strategy: str, replicas: int, surge: int, told: bool
+) -> None:
+    rollout = {"strategy": strategy, "maxSurge": surge, "maxUnavailable": 1}
     old, new = (
         service(1, router={"replicas": replicas, "disaggregateAbove": above}, rollout=rollout) for above in (0, 9)
     )
@@ -156,4 +161,11 @@ def test_the_only_router_is_not_replaced_in_silence(replicas: int, surge: int, t
     found = [event.message for event in events({}, {}, wanted) if event.reason is Reason.CAPACITY_GAP]
     assert len(found) == told
     assert all("the only router" in message for message in found)
-    assert not plan(new, run(new, world).seen, world.now).alone
+    least = 2
+
+    def check(world: World) -> None:
+        nonlocal least
+        least = min(least, sum(w.ready for w in world.seen.routers))
+
+    assert not plan(new, run(new, world, check=check).seen, world.now).alone
+    assert (least == 0) == told

@@ -324,10 +324,10 @@ def test_a_wrong_field_is_not_reported_twice_by_rules_that_read_it() -> None:
     assert [problem.path for problem in found] == ["spec.transfer.transport"]
 
 
-@pytest.mark.parametrize("name", ["direct", "store", "unified"])
-def test_examples_are_valid(name: str) -> None:
-    service = parse(yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text()))
-    assert service.name == "smollm2"
+@pytest.mark.parametrize("path", sorted(EXAMPLES.iterdir()), ids=lambda path: path.stem)
+def test_examples_are_valid(path: Path) -> None:
+    service = parse(yaml.safe_load(path.read_text()))
+    assert service.name == ("qwen3-8b" if path.stem == "gpu" else "smollm2")
     assert service.namespace == "default"
 
 

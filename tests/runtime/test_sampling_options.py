@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from isthmus_runtime.executor.adjustments import AdjustedRows
 from isthmus_runtime.executor.sampling_rows import SamplingRows
 from isthmus_runtime.openai.schema import parse_chat, parse_completion
-from isthmus_runtime.protocol.request import WireRequest, request_json
+from isthmus_runtime.protocol.request import WireRequest, request_parts
 from isthmus_runtime.request import GenerateRequest, SamplingOptions, SamplingParams
 
 # Another value than the default for each option.
@@ -41,7 +41,7 @@ def test_the_api_takes_each_option_and_resolves_the_others(parse: Any, body: dic
 
 def test_the_wire_carries_each_option_within_its_bounds() -> None:
     request = GenerateRequest(request_id="r", prompt_token_ids=(1,), sampling=PARAMS)
-    sent = json.loads(request_json(request))
+    sent = json.loads(b"".join(request_parts(request)))
     assert WireRequest.model_validate(sent).to_request() == request
     for name, value in (
         ("temperature", -1),

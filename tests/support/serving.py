@@ -15,6 +15,7 @@ import uvicorn.server
 from fastapi import FastAPI
 
 from isthmus_runtime.serving import half_closed
+from isthmus_runtime.serving.in_flight import InFlight
 from isthmus_runtime.serving.server import run_app
 
 # Hundreds of tests make an application of the same routes. FastAPI would make what it checks each answer with anew, 200
@@ -38,6 +39,19 @@ class _Asyncio:
 
 
 uvicorn.server.asyncio = _Asyncio()
+
+
+class Drained(InFlight):
+    """Requests of a server whose drain can be waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.began = asyncio.Event()
+        """The drain has."""
+
+    def start_drain(self) -> None:
+        super().start_drain()
+        self.began.set()
 
 
 @asynccontextmanager

@@ -149,7 +149,7 @@ def test_configuration(tmp_path: Path) -> None:
     spec = read_model_spec(out)
     assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.max_position) == (HEADS, KV_HEADS, HEAD_DIM, 128)
     assert spec.rope.theta == 5000.0 and spec.tie_word_embeddings
-    assert (spec.bos_token_id, spec.eos_token_ids) == (1, (0,))
+    assert spec.eos_token_ids == (0,)
     assert json.loads((out / "generation_config.json").read_text()) == {
         "bos_token_id": 1,
         "eos_token_id": 0,

@@ -237,6 +237,19 @@ TINY = {
         "Qwen3MoeConfig",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 2},
     ),
+    # Fewer layers than max_window_layers, which this family does not have.
+    "qwen3-moe-window": Tiny(
+        "Qwen3MoeConfig",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "max_window_layers": 28,
+        },
+        block_size=4,
+    ),
     "qwen3-qk-norm": Tiny("Qwen3Config", {"head_dim": 24}, heads=5, kv_heads=5, block_size=32),
 }
 

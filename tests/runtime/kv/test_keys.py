@@ -15,7 +15,7 @@ from isthmus_runtime.kv.keys import (
     MultimodalItem,
     block_hashes,
     extend,
-    full_block_key,
+    full_block_keys,
     keys_digest,
     layout_digest,
     pack_tokens,
@@ -70,7 +70,7 @@ def test_pinned_vectors() -> None:
     assert layout_digest(**LAYOUT) == "f509c8209538f3aac6fe7cd060e51b4c"  # type: ignore[arg-type]
     parent = block_hashes(range(8), 4)[-1]
     assert tail_hash(parent, [8]).hex() == "b0dc49aadeefff51dbc105cf3e00c9d60812063bf1289f46094d9702ff0d6a6b"
-    assert full_block_key("lay", parent, (0, 8)) == f"lay:{parent.hex()}:g0:lall:h0-8"
+    assert full_block_keys("lay", [parent], (0, 8)) == [f"lay:{parent.hex()}:g0:lall:h0-8"]
     assert (
         tail_key("lay", parent, 1, [8], "req/1:x", "a2", (0, 8), group=1, layer_range=(0, 16))
         == f"lay:{tail_hash(parent, [8]).hex()}:g1:l0-16:h0-8:partial:1:req%2F1%3Ax:a2"
@@ -211,12 +211,12 @@ def test_layout_digest_keeps_its_parts_apart() -> None:
 def test_keys_of_other_heads_layers_and_groups_differ() -> None:
     block = block_hashes(range(4), 4)[0]
     keys = {
-        full_block_key("l", block, (0, 4)),
-        full_block_key("l", block, (4, 8)),
-        full_block_key("l", block, (0, 4), group=1),
-        full_block_key("l", block, (0, 4), layer_range=(0, 16)),
-        full_block_key("l", block, (0, 4), layer_range=(16, 32)),
-        full_block_key("m", block, (0, 4)),
+        *full_block_keys("l", [block], (0, 4)),
+        *full_block_keys("l", [block], (4, 8)),
+        *full_block_keys("l", [block], (0, 4), group=1),
+        *full_block_keys("l", [block], (0, 4), layer_range=(0, 16)),
+        *full_block_keys("l", [block], (0, 4), layer_range=(16, 32)),
+        *full_block_keys("m", [block], (0, 4)),
     }
     assert len(keys) == 6
 
@@ -229,8 +229,8 @@ def test_keys_of_other_heads_layers_and_groups_differ() -> None:
         (lambda: ExtraKeys(multimodal=(MultimodalItem(identifier="i", offset=0, length=0),)), r"multimodal\[0\]"),
         (lambda: tail_key("l", b"", 3, [1, 2], "r", 0, (0, 1)), "n must be"),
         (lambda: tail_key("l", b"", 0, [], "r", 0, (0, 1)), "n must be"),
-        (lambda: full_block_key("l", b"", (4, 4)), "head_range"),
-        (lambda: full_block_key("l", b"", (0, 4), layer_range=(-1, 4)), "layer_range"),
+        (lambda: full_block_keys("l", [b""], (4, 4)), "head_range"),
+        (lambda: full_block_keys("l", [b""], (0, 4), layer_range=(-1, 4)), "layer_range"),
     ],
 )
 def test_wrong_arguments_are_named(call: object, words: str) -> None:

@@ -37,12 +37,35 @@ def refused(**changes: Any) -> tuple[str, ...]:
 
 
 def test_defaults_of_llama() -> None:
-    spec = parse(torch_dtype="bfloat16", bos_token_id=1, eos_token_id=[2, 3])
+    spec = parse(torch_dtype="bfloat16", eos_token_id=[2, 3])
     assert (spec.head_dim, spec.num_kv_heads, spec.rms_norm_eps) == (8, 2, 1e-6)
     assert spec.rope == RopeSpec(theta=10000.0)
     assert spec.windows == (None,) * 4
     assert not (spec.tie_word_embeddings or spec.attention_bias or spec.mlp_bias)
-    assert (spec.dtype, spec.bos_token_id, spec.eos_token_ids) == ("bfloat16", 1, (2, 3))
+    assert (spec.dtype, spec.eos_token_ids) == ("bfloat16", (2, 3))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config"),
+    [
+        (
+            architecture,
+            architecture.replace("Gemma3ForCausalLM", "Gemma3TextForCausalLM").replace("ForCausalLM", "Config"),
+        )
+        for architecture in FAMILIES
+    ],
+)
+def test_what_a_file_does_not_say_is_as_transformers_has_it(architecture: str, config: str) -> None:
+    import transformers
+
+    expected = getattr(transformers, config)(num_attention_heads=6, num_key_value_heads=2)
+    given = {key: value for key, value in LLAMA.items() if key != "max_position_embeddings"}
+    if architecture.startswith("Deepseek"):
+        given["num_key_value_heads"] = 6
+    spec = parse_model_spec({**given, "architectures": [architecture]}, {}, source="config.json")
+    assert (spec.max_position, spec.rms_norm_eps) == (expected.max_position_embeddings, expected.rms_norm_eps)
+    assert spec.tie_word_embeddings == expected.tie_word_embeddings
+    assert all(window in (None, getattr(expected, "sliding_window", None)) for window in spec.windows)
 
 
 def test_generation_config_decides_the_end_tokens() -> None:

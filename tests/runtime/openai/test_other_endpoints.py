@@ -159,7 +159,7 @@ def test_a_response_repeats_what_was_asked_in_one_piece_and_in_a_stream(serve, r
         ({"metadata": {"x": "x" * 513}}, "metadata"),
         ({"metadata": "x"}, "metadata"),
         ({"user": "x" * 513}, "user"),
-        ({"text": {"format": {"type": "xml"}}}, "response_format"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"text": {"tone": "kind"}}, "text.tone"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
@@ -312,6 +312,32 @@ def test_messages(serve, run, caller, claude, anthropic):
     run(main())
 
 
+@pytest.mark.parametrize(
+    "content, more, end",
+    [
+        ("{", {}, "assistant\n{"),
+        ([{"type": "text", "text": "a"}, {"type": "text", "text": "b "}], {}, "assistant\na\nb "),
+        ([{"type": "thinking", "thinking": "hm", "signature": ""}], {}, "assistant\n<think>hm</think>"),
+        ([], {}, "assistant\n"),
+        ("{", {"continue_final_message": False}, "{<|im_end|>\n<|im_start|>assistant\n"),
+        ("{", {"add_generation_prompt": True}, "{<|im_end|>\n<|im_start|>assistant\n"),
+        ([{"type": "tool_use", "id": "1", "name": "f", "input": {}}], {}, "<|im_end|>\n<|im_start|>assistant\n"),
+    ],
+)
+def test_a_last_message_of_the_assistant_is_continued(serve, run, caller, claude, content, more, end):
+    async def main():
+        async with serve(spell(caller, "a"), used=caller) as api, claude(api) as c:
+            api.backend.max_model_len = 4000
+            messages = [*HELLO, {"role": "assistant", "content": content}]
+            got = await c.messages.create(model="tiny", max_tokens=9, messages=messages, extra_body=more)
+            assert got.content[0].text == "a"
+            assert shown(caller, api).endswith(end)
+            count = await c.messages.count_tokens(model="tiny", messages=messages, extra_body=more)
+            assert count.input_tokens == len(api.backend.requests[-1].prompt_token_ids)
+
+    run(main())
+
+
 def test_a_stream_of_a_message(serve, run, caller, claude):
     async def main():
         async with serve(spell(caller, ANSWER), used=caller) as api, claude(api) as c:
@@ -327,6 +353,34 @@ def test_a_stream_of_a_message(serve, run, caller, claude):
             assert (final.content[0].thinking, final.content[2].input) == ("hm", {"at": "größer"})
             assert final.stop_reason == "tool_use"
             assert final.usage.output_tokens == len(caller.encode(ANSWER)) + 1
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    "said, items, blocks",
+    [
+        ("<think>hm</think>", ["reasoning"], ["thinking"]),
+        ("<think>hm", ["reasoning"], ["thinking"]),
+        ("", ["message"], []),
+        (CALL, ["function_call"], ["tool_use"]),
+        ("a", ["message"], ["text"]),
+    ],
+)
+def test_an_answer_has_no_more_than_was_said(serve, run, caller, claude, said, items, blocks):
+    """In one piece and in a stream, as the servers of whom these forms are."""
+
+    async def main():
+        async with serve(spell(caller, said), used=caller) as api, client(api) as c, claude(api) as a:
+            api.backend.max_model_len = 4000
+            ask = {"model": "tiny", "input": "hi", "tools": [TOOL]}
+            assert [item.type for item in (await c.responses.create(**ask)).output] == items
+            async with c.responses.stream(**ask) as stream:
+                assert [item.type for item in (await stream.get_final_response()).output] == items
+            ask = {"model": "tiny", "max_tokens": 300, "tools": [THEIR_TOOL], "messages": HELLO}
+            assert [block.type for block in (await a.messages.create(**ask)).content] == blocks
+            async with a.messages.stream(**ask) as stream:
+                assert [block.type for block in (await stream.get_final_message()).content] == blocks
 
     run(main())
 

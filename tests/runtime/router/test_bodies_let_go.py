@@ -17,7 +17,7 @@ from aiohttp import web
 from isthmus_runtime.errors import Overloaded, RequestError
 from isthmus_runtime.protocol.calls import PrefillAnswer
 from isthmus_runtime.protocol.lines import reserved_line, token_line
-from isthmus_runtime.protocol.request import request_json
+from isthmus_runtime.protocol.request import request_parts
 from isthmus_runtime.protocol.ticket import Ticket
 from isthmus_runtime.request import FinishReason, SamplingParams, TokenChunk, TokenLogprobs
 from isthmus_runtime.router.attempt import Attempt
@@ -72,7 +72,7 @@ def deaf(kit, role, speaks, ends):
 
 @pytest.mark.parametrize("roles", [("unified",), ("prefill", "decode")])
 def test_what_was_sent_is_let_go_of_before_the_first_token_and_after_it(rig, run, kit, roles) -> None:
-    size = len(request_json(kit.request(PROMPT)))
+    size = sum(map(len, request_parts(kit.request(PROMPT))))
 
     async def main() -> None:
         speaks, ends = asyncio.Event(), asyncio.Event()

@@ -26,7 +26,6 @@ from starlette.responses import Response
 from isthmus_runtime.serving.answering import Answering
 from isthmus_runtime.serving.app import add_pages, make_app
 from isthmus_runtime.serving.call import Call, add_call_route, authorization
-from isthmus_runtime.serving.in_flight import InFlight
 from isthmus_runtime.serving.limits import Limits
 from isthmus_runtime.serving.server import Server, run_app
 
@@ -1106,7 +1105,7 @@ def app_task(serve, **settings):
 
 def test_a_drain_ends_idle_connections_and_finishes_calls(run):
     async def main():
-        in_flight, began, go, draining = InFlight(), asyncio.Event(), asyncio.Event(), asyncio.Event()
+        in_flight, began, go = serving.Drained(), asyncio.Event(), asyncio.Event()
 
         async def serve(call):
             with in_flight.track():
@@ -1114,12 +1113,12 @@ def test_a_drain_ends_idle_connections_and_finishes_calls(run):
                 await go.wait()
             await echo(call)
 
-        task, stop, port = app_task(serve, in_flight=in_flight, on_drain=draining.set)
+        task, stop, port = app_task(serve, in_flight=in_flight)
         busy, idle, late = [await asyncio.open_connection("127.0.0.1", await port) for _ in range(3)]
         busy[1].write(post(b"busy"))
         await began.wait()
         stop.set()
-        await draining.wait()
+        await in_flight.began.wait()
         late[1].write(post(b"late"))
         answer = await late[0].readuntil(b"\r\n\r\n")  # new work is refused, on open connections too
         assert b" 503 " in answer and b"connection: close" in answer

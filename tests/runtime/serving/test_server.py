@@ -21,7 +21,6 @@ from isthmus_runtime.errors import ConfigError, Overloaded, TransferFailed
 from isthmus_runtime.serving import app as serving_app
 from isthmus_runtime.serving.app import add_pages, make_app
 from isthmus_runtime.serving.call import Call, add_call_route
-from isthmus_runtime.serving.in_flight import InFlight
 from isthmus_runtime.serving.limits import Limits
 from isthmus_runtime.serving.server import beside, run_app
 
@@ -34,9 +33,8 @@ class Server:
     """`run_app` in a task, over one handler."""
 
     def __init__(self, handler, **settings) -> None:
-        self.in_flight = InFlight()
+        self.in_flight = serving.Drained()
         self.stop = asyncio.Event()
-        self.draining = asyncio.Event()
         self.port = asyncio.get_running_loop().create_future()
         app = make_app("test", bodies=())
 
@@ -55,7 +53,6 @@ class Server:
                 in_flight=self.in_flight,
                 stop=self.stop,
                 on_started=self.port.set_result,
-                on_drain=self.draining.set,
                 **settings,
             )
         )
@@ -221,7 +218,7 @@ def test_drain_lets_work_end_and_answers_probes():
         work = asyncio.create_task(get(await server.url()))
         await began.wait()
         server.stop.set()
-        await server.draining.wait()
+        await server.in_flight.began.wait()
         assert (await get(await server.url("/health")))[2] == "alive"
         status, _, body = await get(await server.url())
         assert status == 503 and "shutting down" in body
@@ -309,7 +306,12 @@ import asyncio
 from isthmus_runtime.serving.app import make_app
 from isthmus_runtime.serving.in_flight import InFlight
 from isthmus_runtime.serving.server import beside, run_app
-busy = InFlight()
+class Busy(InFlight):
+    def start_drain(self):
+        if not self.draining:
+            print("draining", flush=True)
+        super().start_drain()
+busy = Busy()
 async def main():
     async def stuck():
         with busy.track():
@@ -317,7 +319,7 @@ async def main():
     task = asyncio.ensure_future(stuck())
     await asyncio.sleep(0)
     await run_app(make_app("test", bodies=()), host="127.0.0.1", port=0, drain_timeout_s=60, in_flight=busy,
-                  on_started=lambda p: print("up", flush=True), on_drain=lambda: print("draining", flush=True))
+                  on_started=lambda p: print("up", flush=True))
     print("ended", flush=True)
     await asyncio.gather(task, return_exceptions=True)
 asyncio.run(main())

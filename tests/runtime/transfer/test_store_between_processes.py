@@ -400,11 +400,11 @@ def test_a_secret_that_is_missing_or_short_is_refused(tmp_path: Path) -> None:
 
 
 def test_scoped_keys_are_told_from_shared_ones() -> None:
-    from isthmus_runtime.kv.keys import full_block_key, record_key, tail_key
+    from isthmus_runtime.kv.keys import full_block_keys, record_key, tail_key
 
     assert is_scoped(tail_key("L", b"p" * 32, 2, [1, 2], "r", "a", (0, 1)))
     assert is_scoped(record_key("", "a"))
-    assert not is_scoped(full_block_key("L", b"p" * 32, (0, 1)))
+    assert not is_scoped(*full_block_keys("L", [b"p" * 32], (0, 1)))
 
 
 def test_codes_are_put_in_words() -> None:

@@ -190,7 +190,8 @@ TEXTS: dict[Reason, Text] = {
     Reason.ROLLOUT_STARTED: Text("The spec asks for pods other than those that exist.", _NOTHING),
     Reason.CAPACITY_GAP: Text(
         "A role of one pod is replaced without a surge: it has no pod until the new one is ready.",
-        "If that matters, run two pods, or make room for one more and set `maxSurge: 1`.",
+        "If that matters, run two pods, or make room for one more and set `maxSurge: 1`; for the only router, another"
+        " strategy than `Recreate` does.",
     ),
     Reason.CHILD_HEALED: Text(
         "An object of the service was changed or deleted by somebody else and has been restored.",

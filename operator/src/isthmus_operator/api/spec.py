@@ -338,7 +338,7 @@ class Router(PodSettings):
     resources: Resources = Field(default_factory=Resources)
     """Resources of the main container. What is not named has a default, so that a quota takes routers."""
     replicas: Count = 2
-    """Number of routers. They share nothing. With one, clients are refused while it is replaced or its node drained."""
+    """Number of routers. They share nothing. With one, clients are refused while its node is drained."""
     image: Text | None = None
     """Image of the router. Absent: the operator's default, fixed when a revision is first made."""
     policy: RouterPolicy = RouterPolicy.LEAST_LOAD
@@ -409,7 +409,7 @@ class Spec(Block):
     transfer: Transfer = Field(default_factory=Transfer)
     """How KV travels from prefill to decode. Only with mode Disaggregated."""
     store: Store | None = None
-    """A Mooncake storage pool. Required by transfer mode Store; with Direct it is a shared prefix cache."""
+    """A Mooncake storage pool. Required by transfer mode Store; engines with Direct do not use it."""
     router: Router = Field(default_factory=Router)
     """The entry point for clients."""
     rollout: Rollout = Field(default_factory=Rollout)

@@ -4,7 +4,8 @@
   old engines, nor few new ones alone. Once some have changed, the rest do.
 - Routers are where engines of their own are well. Where those fail, routers go back to the revision whose engines are
   well; where new routers fail, old ones come back beside them.
-- One at a time: a new one is ready before an old one goes, or, where rollouts have no surge, an old one goes before.
+- One at a time: a new one is ready before an old one goes, or, where rollouts have no surge, an old one goes before,
+  unless it is the only one.
 - Engines of the old revision stay, one of each role at least, until no old router is asked for (`old_pairings`): they
   may give new engines nothing.
 - The old workload stays, at zero, until the rollout is over: a rollback takes routers back with the engines.
@@ -19,6 +20,7 @@ from ..api.choices import Mode, PrefillUnavailable
 from ..api.v1alpha1 import InferenceService
 from ..render.names import Component
 from ..render.revision import model_digest, pairing, role_revision
+from ..render.router import surges
 from .observed import Observed, Workload
 from .progress import current
 from .rollout import Goal, places
@@ -110,12 +112,12 @@ def known(engines: Iterable[Workload], seen: Observed) -> bool:
 
 
 def serving(service: InferenceService, seen: Observed, now: float) -> Workload | None:
-    """The routers that requests go to until others come: those that have engines, of these those that are asked for,
-    and of these those that most are ready of."""
+    """The routers that requests go to until others come: those that have engines, of these those that are well, and of
+    these those that most are ready of. Of equals the oldest: what is asked for next does not change that."""
     able = {w.revision: has_engines(service, w, seen, now) for w in seen.routers}
     return max(
         (w for w in seen.routers if w.replicas > 0 or able[w.revision]),
-        key=lambda w: (able[w.revision], w.replicas > 0, w.ready, w.replicas, -w.created),
+        key=lambda w: (able[w.revision], w.well(now) > 0, w.ready, w.well(now), -w.created),
         default=None,
     )
 
@@ -135,14 +137,27 @@ def next_counts(service: InferenceService, to: str, seen: Observed, now: float) 
     new = seen.router_of(to)
     begun, ready = (0, 0) if new is None else (new.replicas, new.ready)
     counts[to] = target = min(count, max(0 if helper else begun, ready + 1))
-    surplus = sum(w.replicas for w in old) - max(0, count - (ready if _surges(service) else target))
+    surplus = sum(w.replicas for w in old) - max(0, count - (ready if _stays(service, old, seen, now) else target))
     if helper is not None:
         counts[helper.revision] += max(0, -surplus)
     for workload in old:
         taken = min(max(0, surplus), workload.replicas)
         counts[workload.revision] -= taken
         surplus -= taken
+    if helper is not None and not helper.well(now):
+        # Nobody answers, and which of them can start is not known: each is tried.
+        counts |= {
+            w.revision: max(counts[w.revision], min(count, 1)) for w in old if has_engines(service, w, seen, now)
+        }
     return counts
+
+
+def _stays(service: InferenceService, old: Iterable[Workload], seen: Observed, now: float) -> bool:
+    """Whether an old router waits for a new one: the only one, which is to wait although rollouts have no surge, while
+    it has engines. Without, it would be in the way of the new one where a quota has room for one."""
+    if not service.spec.rollout.max_surge.is_zero:
+        return True
+    return surges(service) and any(w.replicas and has_engines(service, w, seen, now) for w in old)
 
 
 def _stand_in(service: InferenceService, revision: str, seen: Observed, now: float) -> Workload | None:
@@ -159,7 +174,7 @@ def held_counts(service: InferenceService, seen: Observed, stay: Workload) -> di
     """The same where no revision gives way to another: as many as there should be, by those that `stay`."""
     counts = {w.revision: w.replicas for w in seen.routers}
     least = service.spec.router.replicas - (sum(counts.values()) - stay.replicas)
-    most = least + (_surges(service) and len(counts) > 1)
+    most = least + (surges(service) and len(counts) > 1)
     # Others that are not ready serve nobody, so the last one that does stays whatever the sum.
     alone = service.spec.router.replicas > 0 and not any(w.ready for w in seen.routers if w is not stay)
     return counts | {stay.revision: max(min(stay.replicas, int(alone)), least, min(stay.replicas, most))}
@@ -173,6 +188,12 @@ def old_pairings(service: InferenceService, goal: str, seen: Observed, now: floa
     asked = tuple(w for w in seen.routers if w.revision != goal and w.replicas > 0)
     old = serving(service, replace(seen, routers=asked), now) or _stand_in(service, goal, seen, now)
     return None if old is None else frozenset(w.pairing for w in seen.engines if _suits(old, w))
+
+
+def known_pairings(service: InferenceService, seen: Observed, now: float) -> frozenset[str]:
+    """Pairings of the engines that the routers that serve can give requests to, whatever revision these are of."""
+    best = serving(service, seen, now)
+    return frozenset(w.pairing for w in seen.engines if best is not None and _suits(best, w))
 
 
 def replaces_the_only_one(service: InferenceService, goal: str, seen: Observed, counts: dict[str, int]) -> bool:
@@ -196,10 +217,6 @@ def arrived(service: InferenceService, goal: str, seen: Observed) -> bool:
 def _ready(revision: str, seen: Observed) -> int:
     found = seen.router_of(revision)
     return 0 if found is None else found.fresh.ready
-
-
-def _surges(service: InferenceService) -> bool:
-    return not service.spec.rollout.max_surge.is_zero
 
 
 def unneeded(goal: str, seen: Observed, counts: dict[str, int], over: bool, now: float) -> tuple[str, ...]:

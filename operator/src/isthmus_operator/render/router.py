@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..api.choices import Mode, PrefillUnavailable, RouterPolicy
+from ..api.choices import Mode, PrefillUnavailable, RolloutStrategy, RouterPolicy
 from ..api.v1alpha1 import InferenceService
 from . import credentials
 from .model import model_parts
@@ -69,6 +69,14 @@ def router_args(service: InferenceService, model_path: str) -> list[str]:
     return args
 
 
+def surges(service: InferenceService) -> bool:
+    """Whether a new router comes before an old one goes: where rollouts have a surge, and where there is one router, as
+    it needs no GPU, unless old pods are to stop first."""
+    rollout = service.spec.rollout
+    only = service.spec.router.replicas == 1 and rollout.strategy is not RolloutStrategy.RECREATE
+    return only or not rollout.max_surge.is_zero
+
+
 def deployment(
     service: InferenceService,
     defaults: Defaults,
@@ -118,7 +126,7 @@ def deployment(
     meta = metadata(service, name, Component.ROUTER, revision)
     meta["labels"][PAIRING_LABEL] = pairing(service)
     meta["labels"][MODEL_LABEL] = model_digest(service)
-    surges = not spec.rollout.max_surge.is_zero
+    surge = surges(service)
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
@@ -127,10 +135,10 @@ def deployment(
             "replicas": router.replicas if replicas is None else replicas,
             "selector": {"matchLabels": selects},
             # The operator moves replicas between revisions. Within one they share nothing, and go one at a time: by a
-            # surge where rollouts may have one at all, as a quota or a full cluster may have no room for it.
+            # surge where one would be missed or rollouts may have one, as a quota or a full cluster may have no room.
             "strategy": {
                 "type": "RollingUpdate",
-                "rollingUpdate": {"maxSurge": int(surges), "maxUnavailable": int(not surges)},
+                "rollingUpdate": {"maxSurge": int(surge), "maxUnavailable": int(not surge)},
             },
             "revisionHistoryLimit": 0,
             "template": template,

@@ -162,7 +162,19 @@ def start_engine(
     listed = _listed_adapters(adapters, config)
     adapter_file = None if listed is None else AdapterFileThread(listed, time.monotonic)
     grammars = None if config.executor == "fake" else cache(lambda: _grammars(config.model.path, loaded.vocab_size))
-    facts = EngineFacts(
+    facts = _facts(config, loaded, mover)
+    loop.start()
+    if adapter_file is not None:
+        adapter_file.start()
+    engine = LocalEngine(loop, sink, grammars=grammars, threads=LongLived(), adapters=adapters, listed=listed)
+    return EngineCore(
+        engine=engine, facts=facts, executor=loaded.executor, drafts=loaded.drafts, adapter_file=adapter_file
+    )
+
+
+def _facts(config: EngineConfig, loaded: Loaded, mover: _Mover) -> EngineFacts:
+    kv = loaded.plan
+    return EngineFacts(
         kv=KvInfo(
             block_size=kv.block_size,
             physical_blocks=kv.num_blocks,
@@ -178,13 +190,6 @@ def start_engine(
         task=loaded.task,
         host_pool_bytes=kv.num_blocks * kv.bytes_per_block if loaded.executor.kv_region().device == "cpu" else 0,
         rank_sums=loaded.rank_sums,
-    )
-    loop.start()
-    if adapter_file is not None:
-        adapter_file.start()
-    engine = LocalEngine(loop, sink, grammars=grammars, threads=LongLived(), adapters=adapters, listed=listed)
-    return EngineCore(
-        engine=engine, facts=facts, executor=loaded.executor, drafts=loaded.drafts, adapter_file=adapter_file
     )
 
 

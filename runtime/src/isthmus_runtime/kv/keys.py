@@ -198,26 +198,6 @@ def layout_digest(
     return sha256(_VERSION + _field(_TAG_LAYOUT, f"abi={KV_ABI}".encode(), *parts)).hexdigest()[:32]
 
 
-def full_block_key(
-    layout: str,
-    chain_hash: bytes,
-    head_range: tuple[int, int],
-    *,
-    group: int = 0,
-    layer_range: tuple[int, int] | None = None,
-) -> str:
-    """Store key of a full block: shared by all requests and independent of TP.
-
-    Args:
-        layout: ``layout_digest(...)``.
-        chain_hash: from ``block_hashes``.
-        head_range: half-open range of the model's KV heads that the value holds.
-        group: KV cache group, for hybrid models (its layers have other bytes for the same tokens).
-        layer_range: half-open range of layers, when a pipeline stage holds only some.
-    """
-    return full_block_keys(layout, (chain_hash,), head_range, group=group, layer_range=layer_range)[0]
-
-
 def full_block_keys(
     layout: str,
     chain_hashes: Iterable[bytes],
@@ -226,7 +206,15 @@ def full_block_keys(
     group: int = 0,
     layer_range: tuple[int, int] | None = None,
 ) -> list[str]:
-    """`full_block_key` of many."""
+    """Store keys of full blocks: shared by all requests and independent of TP.
+
+    Args:
+        layout: ``layout_digest(...)``.
+        chain_hashes: from ``block_hashes``, one a block.
+        head_range: half-open range of the model's KV heads that the values hold.
+        group: KV cache group, for hybrid models (its layers have other bytes for the same tokens).
+        layer_range: half-open range of layers, when a pipeline stage holds only some.
+    """
     part = _part(head_range, group, layer_range)
     return [f"{layout}:{one.hex()}:{part}" for one in chain_hashes]
 

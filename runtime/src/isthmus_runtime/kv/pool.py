@@ -94,11 +94,6 @@ class BlockPool:
         """How many distinct blocks of these sit in the free list, so that touching them shrinks ``num_free``."""
         return sum(1 for block in set(block_ids) if block in self._free.cached)
 
-    @property
-    def hash_collisions(self) -> int:
-        """Hits refused because the token ids differed."""
-        return self._index.collisions
-
     # ---- prefix cache --------------------------------------------------------------------------------------------
 
     def cached_block(self, block_hash: bytes, group: int = 0) -> int | None:

@@ -46,7 +46,6 @@ class PrefixIndex:
     """
 
     def __init__(self, num_groups: int, events: deque[BlockEvent] | None = None) -> None:
-        self.collisions = 0
         self._maps: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
         self._entries: dict[int, _Entry] = {}
         self._events = events
@@ -70,7 +69,7 @@ class PrefixIndex:
     def match(self, hashes: Sequence[bytes], index: int, group: int, packed: bytes | None) -> int | None:
         """The visible block for the ``index``-th block of a sequence whose packed token ids are ``packed``.
 
-        A block with other ids is not a hit and is counted in ``collisions``. Without ids only the hash is compared.
+        A block with other ids is not a hit. Without ids only the hash is compared.
         """
         block = self._maps[group].get(hashes[index])
         if block is None or packed is None:
@@ -78,7 +77,6 @@ class PrefixIndex:
         stored = self._entries[block].tokens
         start = index * len(stored)
         if packed[start : start + len(stored)] != stored:
-            self.collisions += 1
             return None
         return block
 

@@ -55,7 +55,6 @@ class ModelSpec(ABC):
     """How the checkpoint's weights are stored; None: as they are."""
     dtype: str
     """The dtype the checkpoint says it has (`float32`, `bfloat16`, `float16`), or empty."""
-    bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
 
     @abstractmethod

@@ -52,7 +52,6 @@ class Common(TypedDict):
     tie_word_embeddings: bool
     quantization: Quantization | None
     dtype: str
-    bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
 
 
@@ -103,7 +102,6 @@ class ConfigReader(JsonReader):
             tie_word_embeddings=self.boolean("tie_word_embeddings", tied),
             quantization=None if quantized is None else read_quantization(quantized),
             dtype=self.text("dtype", "") or self.text("torch_dtype", ""),
-            bos_token_id=next(iter(self._token_ids(self.get("bos_token_id"), "bos_token_id")), None),
             eos_token_ids=self._token_ids(ends, "eos_token_id"),
         )
 
@@ -157,11 +155,10 @@ class ConfigReader(JsonReader):
 
     def qwen_windows(self, num_layers: int) -> tuple[int | None, ...]:
         """Windows by layer as Qwen2 and Qwen3 say them."""
-        sliding, use = self.get("sliding_window"), self.boolean("use_sliding_window", False)
+        window, use = self.optional_integer("sliding_window", 4096), self.boolean("use_sliding_window", False)
         first, types = self.get("max_window_layers"), self.layer_types(num_layers)
-        if sliding is None or not use:
+        if window is None or not use:
             return (None,) * num_layers
-        window = self.integer("sliding_window")
         first = first if isinstance(first, int) else 28
         return tuple(
             window if (layer >= first if types is None else types[layer]) else None for layer in range(num_layers)

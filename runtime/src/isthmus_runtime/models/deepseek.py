@@ -182,7 +182,7 @@ class DeepseekSpec(ModelSpec):
 def parse(read: ConfigReader) -> DeepseekSpec:
     """The record of a `config.json` of DeepSeek V2 or V3."""
     v3 = read.get("architectures") == ["DeepseekV3ForCausalLM"]
-    common = read.common()
+    common = read.common(max_position=4096 if v3 else 2048)
     read.only("hidden_act", "silu")
     read.only("mlp_bias", False)
     read.only("moe_layer_freq", 1)

@@ -37,7 +37,7 @@ class MistralSpec(ModelSpec):
 
 def parse(read: ConfigReader) -> MistralSpec:
     """The record of a Mistral's `config.json`."""
-    common = read.common()
+    common = read.common(max_position=131072)
     read.only("hidden_act", "silu")
     window = None if read.get("sliding_window") is None else read.integer("sliding_window")
     spec = MistralSpec(**common, windows=(window,) * common["num_layers"], rope=read.rope())

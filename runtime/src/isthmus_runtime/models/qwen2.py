@@ -38,7 +38,7 @@ class Qwen2Spec(ModelSpec):
 
 def parse(read: ConfigReader) -> Qwen2Spec:
     """The record of a Qwen2's `config.json`."""
-    common = read.common()
+    common = read.common(max_position=32768)
     read.only("hidden_act", "silu")
     spec = Qwen2Spec(**common, windows=read.qwen_windows(common["num_layers"]), rope=read.rope())
     # The biases are fixed in its code.

@@ -41,7 +41,7 @@ class Qwen3Spec(ModelSpec):
 def parse(read: ConfigReader) -> Qwen3Spec:
     """The record of a Qwen3's `config.json`."""
     # Its heads are sized apart from hidden_size.
-    common = read.common(head_dim=128)
+    common = read.common(head_dim=128, max_position=32768)
     read.only("hidden_act", "silu")
     spec = Qwen3Spec(
         **common,

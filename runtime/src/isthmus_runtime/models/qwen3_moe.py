@@ -72,7 +72,7 @@ class Qwen3MoeSpec(ModelSpec):
 
 def parse(read: ConfigReader) -> Qwen3MoeSpec:
     """The record of a Qwen3 MoE's `config.json`."""
-    common = read.common()
+    common = read.common(max_position=32768)
     read.only("hidden_act", "silu")
     experts, chosen = read.integer("num_experts", 128, MOST_PARTS), read.integer("num_experts_per_tok", 8)
     if chosen > experts:
@@ -83,7 +83,7 @@ def parse(read: ConfigReader) -> Qwen3MoeSpec:
         dense = []
     spec = Qwen3MoeSpec(
         **common,
-        windows=read.qwen_windows(common["num_layers"]),
+        windows=_windows(read, common["num_layers"]),
         rope=read.rope(),
         attention_bias=read.boolean("attention_bias", False),
         num_experts=experts,
@@ -95,6 +95,13 @@ def parse(read: ConfigReader) -> Qwen3MoeSpec:
     # For training.
     read.finish("router_aux_loss_coef", "output_router_logits")
     return spec
+
+
+def _windows(read: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
+    """All layers have the window or none, unlike Qwen3's: transformers reads no `max_window_layers` here."""
+    read.get("max_window_layers")
+    window = read.optional_integer("sliding_window", 4096)
+    return (window if read.boolean("use_sliding_window", False) else None,) * num_layers
 
 
 def _gguf_config(header: GgufHeader) -> dict[str, Any]:

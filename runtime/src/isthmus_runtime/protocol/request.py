@@ -93,11 +93,6 @@ _AND_IDS = {**_ROUTERS_OWN, "prompt_token_ids": True}
 _AND_ALLOWED: Any = {**_ROUTERS_OWN, "sampling": {"allowed_token_ids"}}
 
 
-def request_json(request: GenerateRequest) -> bytes:
-    """`request_parts` as one."""
-    return b"".join(request_parts(request))
-
-
 def request_parts(request: GenerateRequest) -> Sequence[bytes]:
     """`WireRequest.of(request)` as JSON, at half the cost: both have the same fields. Ids that came as JSON are a part
     by themselves, which all choices of a prompt share.

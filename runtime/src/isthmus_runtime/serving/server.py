@@ -98,7 +98,6 @@ async def run_app(
     memory: MemoryGuard | None = None,
     stop: asyncio.Event | None = None,
     on_started: Callable[[int], None] | None = None,
-    on_drain: Callable[[], None] | None = None,
     before_close: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
     """Serve `app` until SIGTERM, SIGINT or `stop`, then drain.
@@ -143,8 +142,6 @@ async def run_app(
                 with suppress(TimeoutError):
                     await asyncio.wait_for(signals.again.wait(), lame_duck_s)
             in_flight.start_drain()
-            if on_drain is not None:
-                on_drain()
             _log.info("draining: %d requests, at most %g s", len(in_flight), drain_timeout_s)
             ends = [asyncio.ensure_future(in_flight.wait_idle()), asyncio.ensure_future(signals.again.wait())]
             await asyncio.wait(ends, timeout=drain_timeout_s, return_when=asyncio.FIRST_COMPLETED)
