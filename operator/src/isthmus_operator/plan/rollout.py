@@ -115,6 +115,7 @@ def next_move(
     *,
     in_step: bool = True,
     routed: frozenset[str] | None = None,
+    known: frozenset[str] = frozenset(),
     lone: bool = False,
     wanted: Mapping[Component, int] | None = None,
 ) -> Move:
@@ -122,25 +123,30 @@ def next_move(
 
     `routed`: routers of another revision serve, of which it is not sure that they give new pods anything: one old pod
     of each role stays, where the counts leave room for it, of these pairings if there is one, and so do roles that the
-    service no longer has. `lone`: decode pods answer without prefill ones. `wanted`: pods that such roles had.
+    service no longer has. `known`: pairings that the routers that serve give something: of old pods, others go first.
+    `lone`: decode pods answer without prefill ones. `wanted`: pods that such roles had.
     """
     roles = [_role(goal, workloads, now) for goal in goals]
     counts = {(w.component, w.revision): w.replicas for w in workloads}
     waits: list[str] = []
     wakes: list[float] = []
     step = _step(roles) if in_step else None
-    keep = _kept_pairing(roles, now, routed, lone) if routed is not None or (in_step and len(roles) > 1) else None
+    keep = (
+        _kept_pairing(roles, now, routed, known, lone) if routed is not None or (in_step and len(roles) > 1) else None
+    )
     gap = False
     for role in roles:
         cap, total = _cap(role, step)
         target = _new_count(role, cap, now)
         counts[role.goal.component, role.goal.revision] = target
-        old, forced = _old_counts(role, roles, cap, keep, now)
+        old, forced = _old_counts(role, roles, cap, keep, known, now)
         counts |= old
         gap = gap or forced
         wakes += _wake_times(role, now)
         if role.rolling or role.ready_new < role.goal.count:
             waits += _wait(role, cap, target, total, now)
+    present = {goal.component for goal in goals}
+    wakes += [at for w in workloads if w.component not in present for at in settles(w, now)]
     counts |= _leaving(roles, workloads, routed is None, wanted or {}, now)
     return Move(counts=counts, waits=tuple(waits), gap=gap, wake=min(wakes, default=None))
 
@@ -217,9 +223,11 @@ def settles(workload: Workload, now: float) -> list[float]:
     return [at for at in settled if at > now]
 
 
-def _kept_pairing(roles: Sequence[_Role], now: float, routed: frozenset[str] | None, lone: bool) -> str | None:
+def _kept_pairing(
+    roles: Sequence[_Role], now: float, routed: frozenset[str] | None, known: frozenset[str], lone: bool
+) -> str | None:
     """Pairing of the old pods of which each role keeps one; None when new pods serve, or nothing does. `routed`,
-    `lone`: as of `next_move`; where routers are of others new ones do not count.
+    `known`, `lone`: as of `next_move`; where routers are of others new ones do not count.
 
     Pods that flicker count, and less than those that are ready.
     """
@@ -232,18 +240,17 @@ def _kept_pairing(roles: Sequence[_Role], now: float, routed: frozenset[str] | N
         mine = [[w for w in role if w.pairing == pairing] for role in every]
         return min(sum(w.ready for w in role) for role in mine), min(sum(w.well(now) for w in role) for role in mine)
 
-    known = sorted({w.pairing for role in every for w in role})
-    found = [one for one in known if pairs(one)[1] > 0]
+    found = [one for one in sorted({w.pairing for role in every for w in role}) if pairs(one)[1] > 0]
     if lone and routed is not None and routed.isdisjoint(found):
         decode = [role for role in roles if role.goal.component is not Component.PREFILL]
-        alone = _kept_pairing(decode, now, routed, False) if len(decode) < len(roles) else None
+        alone = _kept_pairing(decode, now, routed, known, False) if len(decode) < len(roles) else None
         if alone in routed or not found:
             return alone
-    return max(found, key=lambda one: (one in (routed or ()), pairs(one), one), default=None)
+    return max(found, key=lambda one: (one in known, one in (routed or ()), pairs(one), one), default=None)
 
 
 def _old_counts(
-    role: _Role, roles: Sequence[_Role], cap: int, keep: str | None, now: float
+    role: _Role, roles: Sequence[_Role], cap: int, keep: str | None, known: frozenset[str], now: float
 ) -> tuple[dict[tuple[Component, str], int], bool]:
     """Counts of the old workloads, and whether the last pod of a pair goes for want of room."""
     left = {w.revision: _started(w, now) for w in role.old}
@@ -253,7 +260,7 @@ def _old_counts(
     surplus = max(0, sum(left.values()) - allowed)
     spare = max(0, role.ready - max(0, goal.count - goal.max_unavailable))
     # The youngest go first: after several edits the oldest revision is the one that serves, in every role.
-    order = sorted(role.old, key=lambda w: (w.pairing == keep, -w.created, w.name))
+    order = sorted(role.old, key=lambda w: (w.pairing == keep, w.pairing in known, -w.created, w.name))
     last = {w.revision for w in role.old if keep is not None and w.pairing == keep}
     others_ready = all(r.tight or not r.rolling or r.ready_new > 0 for r in roles if r is not role)
     forced = False
@@ -334,9 +341,10 @@ def _leaving(
     counts: dict[tuple[Component, str], int] = {}
     for workload in sorted(leaving, key=lambda w: (-_started(w, now), w.name)):
         started = _started(workload, now)
-        taken = max(0, min(waiting, started - min(least, workload.ready)))
-        waiting -= taken
-        counts[workload.component, workload.revision] = started - taken
+        taken = max(0, min(waiting, started - min(least, workload.well(now))))
+        left = reduced(workload, started - taken, now) if taken else started
+        waiting -= max(0, started - left)
+        counts[workload.component, workload.revision] = left
     return counts
 
 
