@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from processes import free_port
 
 from isthmus_operator.__main__ import main
 from isthmus_operator.errors import UserError
@@ -176,3 +177,19 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     )
     assert shown.stdout == "apiVersion: networking.k8s.io/v1\n"
     assert "Traceback" not in shown.stderr
+
+
+def test_a_run_folder_that_is_a_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (there := tmp_path / "file").write_text("")
+    model = tmp_path / "model"
+    model.mkdir()
+    argv = ["up", str(DIRECT), "--model", str(model), "--run-dir", str(there), "--port", str(free_port())]
+    assert main(argv) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("isthmus up: ") and str(there) in error and error.count("\n") == 1
+
+
+def test_a_terminal_of_few_letters_shows_the_others_as_numbers() -> None:
+    out = io.TextIOWrapper(written := io.BytesIO(), encoding="ascii")
+    Console(out, quiet=False).log("router", "café 中")
+    assert written.getvalue() == b"router     | caf\\xe9 \\u4e2d\n"
