@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from processes import free_port
 
 from isthmus_operator.__main__ import main
 from isthmus_operator.errors import UserError
@@ -183,8 +182,10 @@ def test_a_run_folder_that_is_a_file_is_named(tmp_path: Path, capsys: pytest.Cap
     (there := tmp_path / "file").write_text("")
     model = tmp_path / "model"
     model.mkdir()
-    argv = ["up", str(DIRECT), "--model", str(model), "--run-dir", str(there), "--port", str(free_port())]
-    assert main(argv) == 1
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        port = holder.getsockname()[1]
+    assert main(["up", str(DIRECT), "--model", str(model), "--run-dir", str(there), "--port", str(port)]) == 1
     error = capsys.readouterr().err
     assert error.startswith("isthmus up: ") and str(there) in error and error.count("\n") == 1
 
