@@ -305,6 +305,42 @@ def test_routers_of_which_none_starts_are_each_tried_and_do_not_change_places(su
     assert life.answered
 
 
+def test_the_only_router_does_not_wait_for_room_when_it_has_no_engine() -> None:
+    """Of a quota that has room for one."""
+    life = Life(Asked(replicas=1, routers=1, rollout=tuple(SURGES[0].items())))
+
+    def starts(pod: Pod) -> bool:
+        routers = sum(len(w.pods) for w in life.world.seen.routers)
+        return life.starts(pod) and (pod.component is not R or routers == 1)
+
+    life.world.becomes_ready = starts
+    life.edit(model="b")
+    life.go(40)
+    assert life.answered
+    assert_done(life.asked.spec, life.world)
+
+
+@pytest.mark.parametrize("paused", [False, True])
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("unavailable", [0, 1])
+@pytest.mark.parametrize("image", [2, 3])
+def test_of_old_engines_those_stay_that_routers_know(image: int, unavailable: int, apart: bool, paused: bool) -> None:
+    """On the way to another model another image of it is asked for, as soon as routers have begun to change."""
+    surge = {"maxSurge": 1, "maxUnavailable": unavailable}
+    for steps in range(2, 8):
+        life = Life(Asked(apart=apart, prefills=1, replicas=1, rollout=tuple(surge.items())))
+        life.edit(model="b")
+        life.go(steps)
+        life.edit(paused=paused)
+        life.go(6 if paused else 0)
+        life.edit(image=image)
+        life.go(4)
+        life.edit(paused=False)
+        life.go(40)
+        assert not life.taken, f"after {steps} looks"
+        assert_done(life.asked.spec, life.world)
+
+
 @pytest.mark.parametrize("back", ["Pause", "Rollback"])
 @pytest.mark.parametrize("routers", [1, 2])
 def test_a_change_of_routers_alone_fails_as_one_of_engines_does(routers: int, back: str) -> None:

@@ -306,8 +306,16 @@ def _move(service: InferenceService, goals: Sequence[Goal], router: str, seen: O
     layouts = {goal.pairing for goal in goals} | {w.pairing for w in remaining(goals, seen, now)}
     alone = strategy is RolloutStrategy.INDEPENDENT and len(layouts) == 1
     routed = routers.old_pairings(service, router, seen, now)
-    lone = service.spec.router.on_prefill_unavailable is PrefillUnavailable.LOCAL
-    move = next_move(goals, seen.engines, now, in_step=not alone, routed=routed, lone=lone, wanted=seen.wanted)
+    move = next_move(
+        goals,
+        seen.engines,
+        now,
+        in_step=not alone,
+        routed=routed,
+        known=routers.known_pairings(service, seen, now),
+        lone=service.spec.router.on_prefill_unavailable is PrefillUnavailable.LOCAL,
+        wanted=seen.wanted,
+    )
     if strategy is RolloutStrategy.INDEPENDENT and not alone and rolling:
         text = "roles change in step although strategy is Independent: old and new may differ in KV layout"
         return replace(move, waits=(*move.waits, text))

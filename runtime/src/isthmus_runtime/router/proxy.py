@@ -9,7 +9,7 @@ from os import urandom
 from types import MappingProxyType
 
 from ..config import RouterConfig
-from ..errors import InvalidRequest, Overloaded, RequestError
+from ..errors import InvalidRequest, NeverFits, Overloaded, RequestError
 from ..interfaces.backend import Take
 from ..metrics import RouterMetrics
 from ..protocol.request import may_begin_early, request_parts
@@ -131,7 +131,7 @@ class RouterBackend:
             return None
         long_prompt = Facts(prompt_tokens=self._rules.disaggregate_above + 1, max_tokens=1, turn=0)
         choice = choose(self._rules, fleet, self._pool.loads, long_prompt)
-        if isinstance(choice, Choice):
+        if isinstance(choice, Choice) or choice is Refusal.LONG_PROMPT:  # shorter ones are served
             self._able = fleet
             return None
         return choice
@@ -233,7 +233,7 @@ class RouterBackend:
                     if failed is None and await self._changes(patience):
                         continue
                     self._refuse(choice.value)
-                    raise failed or Overloaded(_REFUSALS[choice], retry_after_s=_RETRY_AFTER_S)
+                    raise failed or self._refused(choice, facts)
                 if request.prompt is not None and not takes(self._tokenizer, choice.decode):
                     raise NeedsIds
                 if self._metrics is not None:
@@ -277,6 +277,15 @@ class RouterBackend:
                     raise
         finally:
             failed = None  # its traceback has this frame, which has the request
+
+    def _refused(self, refusal: Refusal, facts: Facts) -> RequestError:
+        if refusal is Refusal.LONG_PROMPT:
+            most = self._pool.fleet.longest_prefill
+            return NeverFits(
+                f"the prompt has {facts.prompt_tokens} tokens, but prefill engines take {most} at most, and "
+                "computing longer ones on decode is switched off; shorten it"
+            )
+        return Overloaded(_REFUSALS[refusal], retry_after_s=_RETRY_AFTER_S)
 
     def _begins_early(self, request: GenerateRequest, choice: Choice, facts: Facts) -> bool:
         """Whether prefill need not wait for decode's reservation."""
