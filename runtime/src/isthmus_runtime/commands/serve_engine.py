@@ -21,6 +21,7 @@ from ..engine.server import BODIES, EngineServer
 from ..engine.streams import Streams
 from ..engine.traces import StartTimes
 from ..errors import ConfigError, IsthmusError
+from ..heap import map_large_blocks, share_heaps
 from ..openai.adapters import BODIES as ADAPTER_BODIES
 from ..openai.adapters import add_adapter_routes
 from ..openai.app import BODIES as OPENAI_BODIES
@@ -30,7 +31,7 @@ from ..openai.tokenizer import Tokenizer
 from ..protocol.info import EngineInfo
 from ..serving.app import make_app
 from ..serving.in_flight import InFlight
-from ..serving.memory import MemoryGuard, map_large_blocks, share_heaps
+from ..serving.memory import MemoryGuard
 from ..serving.memory_use import find_limit
 from ..serving.server import check_port
 from ..structured.checker import Checker

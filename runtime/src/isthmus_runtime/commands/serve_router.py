@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from ..checkpoints.provenance import verify_files
 from ..config import RouterConfig
 from ..credentials import peer_credentials
+from ..heap import map_large_blocks
 from ..metrics import MemoryMetrics, RequestMetrics, TenantMetrics
 from ..openai.adapters import BODIES as ADAPTER_BODIES
 from ..openai.adapters import add_adapter_routes
@@ -26,7 +27,7 @@ from ..router.app import Router
 from ..router.passed_on import OwnTokenizer
 from ..serving.app import make_app
 from ..serving.in_flight import InFlight
-from ..serving.memory import MemoryGuard, map_large_blocks
+from ..serving.memory import MemoryGuard
 from ..serving.memory_use import find_limit
 from ..structured.checker import Checker
 from .open_tracer import open_tracer

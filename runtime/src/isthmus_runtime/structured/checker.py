@@ -22,8 +22,8 @@ from hashlib import sha256
 from pathlib import Path
 
 from ..errors import InvalidRequest, Overloaded
+from ..heap import give_back
 from ..request import Structure
-from ..serving.memory import give_back
 from ..sharing.turns import Turns
 from .allocated import memory_in_use
 from .compiled import MAX_TEXT, check_size, memory_of
