@@ -123,7 +123,7 @@ test-fast: setup ## What to run while editing: no test that starts services or a
 		--ignore tests/e2e --ignore tests/gpu $(ARGS)
 
 # Tests that start services wait for them most of the time. A file stays in one process: its tests share what it starts.
-SLOW_WORKERS = 3
+SLOW_WORKERS = $(shell echo $$(( $$(nproc) * 2 )))
 
 test-slow: setup ## What `make test` has beyond test-fast, several files at a time; but for tests marked `alone`
 	@$(PY) -m pytest -q -n $(SLOW_WORKERS) --dist loadfile \

@@ -23,7 +23,8 @@ MOST_THREADS = 500
 """FastAPI remembers the last thousands of routes, and so the applications that they are of, each of which has dozens of
 threads. A process has one; tests make hundreds."""
 
-ON_THE_CONTROL_PLANE = ("tests/operator/cluster/", "tests/cluster/test_light_cluster.py")
+FIRST_CONTROL_PLANE = ("tests/operator/cluster/test_operator_blackbox.py", "tests/cluster/test_light_cluster.py")
+SECOND_CONTROL_PLANE = ("tests/operator/cluster/",)
 
 # No per-example deadline: a busy machine is not a failing test. The blob reproduces a failure.
 settings.register_profile("isthmus", deadline=None, print_blob=True)
@@ -88,17 +89,30 @@ _threads = _Threads()
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
-    """By `--dist loadfile` one worker has all tests of the control plane, which runs to the end: with its operator it
-    takes a part of a core also where nobody asks it anything, and every worker would start its own."""
+    """By `--dist loadfile` two workers have all tests of a control plane, which runs to the end: with its operator it
+    takes a sixth of a core also where nobody asks it anything, and every worker would start its own. One worker alone
+    would be at them longer than the others at all else."""
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
-    class OneControlPlane(LoadFileScheduling):
+    class TwoControlPlanes(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "control plane" if nodeid.startswith(ON_THE_CONTROL_PLANE) else super()._split_scope(nodeid)
+            if nodeid.startswith(FIRST_CONTROL_PLANE):
+                return "first control plane"
+            return "second control plane" if nodeid.startswith(SECOND_CONTROL_PLANE) else super()._split_scope(nodeid)
 
-    return OneControlPlane(config, log)
+        def _assign_work_unit(self, node: Any) -> None:
+            """The heaviest of what is left, so that no long file is the last. A test that starts services takes about
+            ten times as long as another."""
+
+            def weight(scope: str) -> int:
+                return len(self.workqueue[scope]) * (10 if "e2e/" in scope or "control plane" in scope else 1)
+
+            self.workqueue.move_to_end(max(self.workqueue, key=weight), last=False)
+            super()._assign_work_unit(node)
+
+    return TwoControlPlanes(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

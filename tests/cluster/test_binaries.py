@@ -45,6 +45,10 @@ def test_other_versions_are_built_elsewhere(ours: Settings, tmp_path: Path, monk
         sums.write("example.org/other v1.0.0 h1:=\n")
     assert binaries.built_path(ours, "etcd") != before
     assert binaries.built_path(ours, "kwok").parent.name.startswith("kwok-")
+    before = binaries.built_path(ours, "coredns")
+    with (tmp_path / "tools" / "coredns" / "main.go").open("a") as main:
+        main.write("// with another plugin\n")
+    assert binaries.built_path(ours, "coredns") != before
 
 
 def test_kubernetes_carries_its_version() -> None:

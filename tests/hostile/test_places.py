@@ -25,6 +25,7 @@ from values import families, written
 from isthmus_runtime.errors import InvalidRequest
 from isthmus_runtime.openai import anthropic, responses
 from isthmus_runtime.openai.app import BODIES
+from isthmus_runtime.openai.as_sent import Names
 from isthmus_runtime.openai.bodies import parsed
 from isthmus_runtime.openai.embeddings import EmbeddingsRequest
 from isthmus_runtime.openai.ranking import RerankRequest, ScoreRequest
@@ -54,9 +55,9 @@ def _parse(path: str, data: dict) -> None:
         case "/v1/completions":
             completion_request(data).prompts()
         case "/v1/responses":
-            chat_request(responses.as_chat(data)).conversation()
+            chat_request(responses.as_chat(data, Names().note)).conversation()
         case "/v1/messages" | "/v1/messages/count_tokens":
-            chat_request(anthropic.as_chat(data, counting=path.endswith("tokens"))).conversation()
+            chat_request(anthropic.as_chat(data, Names().note, counting=path.endswith("tokens"))).conversation()
         case "/v1/embeddings":
             parsed(EmbeddingsRequest, data, {})
         case "/v1/rerank":

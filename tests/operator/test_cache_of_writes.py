@@ -455,6 +455,7 @@ def test_of_a_pod_nothing_is_kept_that_anybody_may_write_at_length() -> None:
         assert [owner["name"] for owner in found["metadata"]["ownerReferences"]] == ["d-5f"]
         (told,) = found["status"]["containerStatuses"]
         assert told["lastState"]["terminated"]["exitCode"] == 1
+        assert told["restartCount"] == 3
         said = told["lastState"]["terminated"]["message"]
         assert said.startswith("first") and said.endswith("last")
 

@@ -12,7 +12,7 @@ from ended import Handle, answering
 from isthmus_operator.plan.observed import EngineFacts, Facts, Pod
 from isthmus_operator.render.names import Component
 from isthmus_operator.shell import facts
-from isthmus_operator.shell.facts import MOST_BYTES, FactReader
+from isthmus_operator.shell.facts import MOST_BYTES, MOST_METRICS, FactReader
 
 INFO: dict[str, Any] = {
     "fingerprint": "f",
@@ -63,6 +63,7 @@ def ask(
     *,
     then: Handle | None = None,
     one: Pod | None = None,
+    load: bool = False,
 ) -> tuple[list[Facts], Server]:
     """What is read of a pod that answers by `handle`, and of one that answers by `then` afterwards."""
 
@@ -72,7 +73,7 @@ def ask(
             monkeypatch.setattr(facts, "ENGINE_PORT", port)
             monkeypatch.setattr(facts, "ROUTER_PORT", port)
             reader = FactReader()
-            found = [await reader.read("ns", [one or pod()], load=False)]
+            found = [await reader.read("ns", [one or pod()], load=load)]
             if then is not None:
                 monkeypatch.setattr(facts, "KEPT_S", 0.0)
                 server.handle = then
@@ -89,6 +90,29 @@ def test_an_honest_engine_is_understood(monkeypatch: pytest.MonkeyPatch) -> None
     said = found.engines["p"]
     assert (said.fingerprint, said.usable_blocks, said.model_revision, said.queued) == ("f", 9, "c0ffee", 2.0)
     assert "accept-encoding: identity" in server.requests[0].lower()
+
+
+@pytest.mark.parametrize(
+    ("status", "size", "told"),
+    [("200 OK", MOST_METRICS, 0.95), ("200 OK", MOST_METRICS + 1, None), ("503 Busy", 99, None)],
+)
+def test_metrics_that_are_not_there_are_no_load_of_nothing(
+    status: str, size: int, told: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter(
+        [
+            answer(json.dumps(INFO).encode()),
+            answer(b"vllm:kv_cache_usage_perc 0.95\n".rjust(size, b"\n"), status=status),
+        ]
+    )
+
+    async def each(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await next(answers)(reader, writer)
+
+    monkeypatch.setattr(facts, "DEADLINE_S", 60.0)
+    (found,), server = ask(each, monkeypatch, load=True)
+    assert [request.split()[1] for request in server.requests] == ["/info", "/metrics"]
+    assert found.engines["p"].kv_usage == told
 
 
 def test_a_body_without_end_is_read_up_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ def test_what_a_decision_asks_of_its_workloads_does_not_grow_with_the_steps_of_a
 
 @pytest.mark.parametrize(("p", "d"), [(2, 2), (2, 3), (1, 4), (4, 1), (3, 8), (5, 2)])
 def test_full_cluster_rolls_without_surge_and_keeps_a_pair(p: int, d: int) -> None:
-    """T1: exactly as many places as pods; no pod waits for a place, and a whole pair is there at every moment."""
+    """Exactly as many places as pods; no pod waits for a place, and a whole pair is there at every moment."""
     old, new = service(1, p=p, d=d), service(2, p=p, d=d)
     world = settled(old, places=p + d, drain_s=3)
 
@@ -127,7 +127,7 @@ def test_a_revert_at_any_step_is_safe(steps: int) -> None:
 
 
 def test_burst_edits_start_no_more_pods_than_twice_the_service() -> None:
-    """T3: three edits in quick succession; only the last is rolled out."""
+    """Three edits in quick succession; only the last is rolled out."""
     world = settled(service(1, p=2, d=2), places=4)
     seen: set[str] = set()
     first = {pod.name for w in world.seen.engines for pod in w.pods}
@@ -165,7 +165,7 @@ def broken(world: World, pairing: str, *, role: Component | None = None) -> None
 
 @pytest.mark.parametrize("role", [P, D, None])
 def test_sick_old_pods_go_first_and_never_block(role: Component | None) -> None:
-    """T13: the roll to a good image goes through although old pods crash."""
+    """The roll to a good image goes through although old pods crash."""
     old, new = service(1, p=3, d=3), service(2, p=3, d=3)
     world = settled(old, places=6)
     sick = world.seen.engines[0].pairing
@@ -276,7 +276,7 @@ def test_independent_roles_do_not_wait_for_each_other() -> None:
 
 
 def test_store_comes_before_engines_and_goes_after_them() -> None:
-    """T14, without traffic."""
+    """As the pods see it, without traffic."""
     direct, store = service(1), service(1, transfer={"mode": "Store"}, store={})
     world = settled(direct, places=5)
     first = plan(store, world.seen, world.now)

@@ -55,6 +55,19 @@ def test_a_pod_that_was_ready_has_started_whatever_a_restarted_kubelet_says() ->
     assert not pod(a_pod("False", 1, RUNNING), Component.DECODE).started, "it never was ready"
 
 
+def test_a_pod_says_how_often_its_containers_were_restarted() -> None:
+    found = a_pod("True", 40, RUNNING)
+    assert pod(found, Component.DECODE).restarts == 0
+    found["status"]["containerStatuses"] = [{"name": name, "state": RUNNING, "restartCount": 2} for name in "ab"]
+    ran = [{"terminated": {"startedAt": at(10), "finishedAt": at(second)}} for second in (30, 17)]
+    found["status"]["containerStatuses"][0]["lastState"] = ran[0]
+    found["status"]["containerStatuses"][1] |= {"state": ran[1], "lastState": {"terminated": {"exitCode": 1}}}
+    restarted = pod(found, Component.DECODE)
+    assert (restarted.restarts, restarted.ran) == (4, 20)
+    assert restarted.settles(restarted.changed + 29)
+    assert not restarted.settles(restarted.changed + 30)
+
+
 @pytest.mark.parametrize("waiting", ["ContainerCreating", "PodInitializing"])
 def test_a_pod_without_its_volumes_is_told_from_one_whose_image_is_pulled(waiting: str) -> None:
     state = {"waiting": {"reason": waiting}}

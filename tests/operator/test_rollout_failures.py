@@ -24,7 +24,7 @@ from isthmus_operator.api.reasons import Reason
 from isthmus_operator.api.v1alpha1 import InferenceService
 from isthmus_operator.plan.events import events
 from isthmus_operator.plan.observe import conditions, observe
-from isthmus_operator.plan.observed import UNSCHEDULABLE, EngineFacts, Facts, Observed
+from isthmus_operator.plan.observed import SICK_AFTER_S, UNSCHEDULABLE, EngineFacts, Facts, Observed, Pod
 from isthmus_operator.plan.planner import Rollout, plan
 from isthmus_operator.plan.rehearse import World
 from isthmus_operator.plan.status import status_of
@@ -371,3 +371,84 @@ def test_prefill_and_decode_of_two_layouts_answer_nobody_who_must_have_prefill(
     assert available == "True" or "of the KV layout of a decode pod" in said(seen)["message"]
     seen = replace(world.seen, facts=Facts(engines=facts))
     assert said(seen)["status"] == "True", "of one pairing they have one layout"
+
+
+def crash(world: World, bad: set[str], ready_s: float) -> None:
+    """Engines of these revisions that have been ready for so long crash."""
+
+    def after(pod: Pod) -> Pod:
+        if pod.revision not in bad or not pod.ready or world.now - pod.changed < ready_s:
+            return pod
+        down: dict[str, Any] = {"ready": False, "started": False, "reason": "CrashLoopBackOff"}
+        return replace(pod, **down, changed=world.now, restarts=pod.restarts + 1)
+
+    engines = (replace(w, pods=tuple(map(after, w.pods))) for w in world.seen.engines)
+    world.seen = replace(world.seen, engines=tuple(engines))
+
+
+@pytest.mark.parametrize("on_failure", ["Pause", "Rollback"])
+@pytest.mark.parametrize(("up", "down"), [(1, 40), (20, 40), (20, 100), (60, 60)])
+def test_engines_that_crash_again_and_again_do_not_take_the_old_ones_away(on_failure: str, up: int, down: int) -> None:
+    """Each time they are ready for a moment."""
+    world = settled(service(1, p=4, d=4))
+    new = service(2, p=4, d=4, rollout={"progressDeadline": "120s", "onFailure": on_failure})
+    bad = set(revisions(new).values())
+    world.becomes_ready = lambda pod: pod.revision not in bad or world.now - pod.changed >= down
+    states = set()
+    for _ in range(600):
+        crash(world, bad, up)
+        states.add(step(new, world).state)
+        assert pairs(world.seen) >= 2
+    failed = Rollout.FAILED if on_failure == "Pause" else Rollout.ROLLED_BACK
+    assert failed in states and Rollout.COMPLETE not in states
+    if on_failure == "Rollback":
+        assert pairs(world.seen) == 4
+        assert not any(w.replicas for w in world.seen.engines if w.revision in bad)
+    else:
+        world.becomes_ready = lambda pod: True
+        for _ in range(40):
+            step(new, world, 10)
+        assert_done(new, world)
+
+
+def test_a_pod_that_crashed_counts_once_it_has_been_ready_for_a_while() -> None:
+    new = service(2, p=2, d=2)
+    world = settled(service(1, p=2, d=2))
+    bad = set(revisions(new).values())
+    world.becomes_ready = lambda pod: pod.revision not in bad
+    step(new, world, 5)
+    with_pods(world, lambda pod: pod.revision in bad, ready=True, started=True, changed=world.now, restarts=1)
+    before = plan(new, world.seen, world.now)
+    assert {w.replicas for w in world.seen.engines} == set(before.counts.values()) == {1}
+    assert before.wake == world.now + SICK_AFTER_S
+    assert "it was restarted" in before.waits[0]
+    after = plan(new, world.seen, before.wake)
+    assert {count for (_, revision), count in after.counts.items() if revision not in bad} == {0}
+
+
+@pytest.mark.parametrize("changes", [{"started": True}, {"ran": 121.0}, {"restarts": 2}])
+def test_restarts_when_a_pod_began_are_not_held_against_it(changes: dict[str, Any]) -> None:
+    """It has run since, for longer than the deadline, or fails a probe."""
+    world = settled(service(1, p=4, d=4))
+    new = service(2, p=4, d=4, rollout={"progressDeadline": "120s", "onFailure": "Rollback"})
+    bad = set(revisions(new).values())
+    step(new, world, 4)
+    world.now += HOUR
+    down: dict[str, Any] = {"ready": False, "started": False, "restarts": 3, "ran": 20.0, "changed": world.now - 50}
+    with_pods(world, lambda pod: pod.revision in bad, **down | changes)
+    assert plan(new, world.seen, world.now).state is Rollout.ROLLING
+    with_pods(world, lambda pod: pod.revision in bad, **down)
+    assert plan(new, world.seen, world.now).state is Rollout.ROLLED_BACK
+
+
+def test_crashes_in_a_pause_undo_nothing() -> None:
+    world = settled(service(1, p=4, d=4))
+    of: dict[str, Any] = {"progressDeadline": "120s", "onFailure": "Rollback"}
+    step(service(2, p=4, d=4, rollout=of), world, 4)
+    world.now += HOUR
+    new = service(2, p=4, d=4, rollout=of | {"paused": True})
+    bad = set(revisions(new).values())
+    down: dict[str, Any] = {"ready": False, "started": False, "restarts": 9, "changed": world.now}
+    with_pods(world, lambda pod: pod.revision in bad, **down)
+    assert plan(new, world.seen, world.now).state is Rollout.PAUSED
+    assert plan(service(2, p=4, d=4, rollout=of), world.seen, world.now).state is Rollout.ROLLED_BACK

@@ -268,6 +268,79 @@ def test_where_new_routers_fail_old_ones_come_back(back: str, shape: dict[str, A
     assert life.engines == life.ready(R) == {("b" if back == "Pause" else "a", life.asked.apart)}
 
 
+@pytest.mark.parametrize("surge", SURGES)
+@pytest.mark.parametrize("shape", SHAPES[:2])
+@pytest.mark.parametrize("back", ["Pause", "Rollback"])
+@pytest.mark.parametrize("wait", [0, 1, 2])
+def test_old_routers_come_back_also_where_others_that_fail_are_between(
+    wait: int, back: str, shape: dict[str, Any], surge: dict[str, Any]
+) -> None:
+    """They were edited once more, and then those of before and after the edit fail."""
+    life = changed_over(back, shape, surge)
+    life.edit(queue=8)
+    life.go(wait)
+    assert ("a", life.asked.apart) in life.engines
+    life.strike((R, "b"))
+    life.go(8)
+    assert life.answered
+    life.go(60, 30.0)
+    assert life.answered and not life.taken
+
+
+@pytest.mark.parametrize("surge", SURGES)
+def test_routers_of_which_none_starts_are_each_tried_and_do_not_change_places(surge: dict[str, Any]) -> None:
+    """In the midst of a rollout that is paused."""
+    life = Life(Asked(rollout=tuple(surge.items())))
+    life.edit(model="b")
+    life.go(100, until=lambda: {("a", False), ("b", False)} == life.ready(R) == life.engines)
+    life.edit(paused=True)
+    life.strike((R, "a"), (R, "b"))
+    life.go(40)
+    routers = life.world.seen.routers
+    assert [w.replicas > 0 for w in routers] == [True, True]
+    life.go(40)
+    assert life.world.seen.routers == routers, "no pod is replaced for nothing"
+    life.bad = {(R, "b")}
+    life.go(5)
+    assert life.answered
+
+
+def test_the_only_router_does_not_wait_for_room_when_it_has_no_engine() -> None:
+    """Of a quota that has room for one."""
+    life = Life(Asked(replicas=1, routers=1, rollout=tuple(SURGES[0].items())))
+
+    def starts(pod: Pod) -> bool:
+        routers = sum(len(w.pods) for w in life.world.seen.routers)
+        return life.starts(pod) and (pod.component is not R or routers == 1)
+
+    life.world.becomes_ready = starts
+    life.edit(model="b")
+    life.go(40)
+    assert life.answered
+    assert_done(life.asked.spec, life.world)
+
+
+@pytest.mark.parametrize("paused", [False, True])
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("unavailable", [0, 1])
+@pytest.mark.parametrize("image", [2, 3])
+def test_of_old_engines_those_stay_that_routers_know(image: int, unavailable: int, apart: bool, paused: bool) -> None:
+    """On the way to another model another image of it is asked for, as soon as routers have begun to change."""
+    surge = {"maxSurge": 1, "maxUnavailable": unavailable}
+    for steps in range(2, 8):
+        life = Life(Asked(apart=apart, prefills=1, replicas=1, rollout=tuple(surge.items())))
+        life.edit(model="b")
+        life.go(steps)
+        life.edit(paused=paused)
+        life.go(6 if paused else 0)
+        life.edit(image=image)
+        life.go(4)
+        life.edit(paused=False)
+        life.go(40)
+        assert not life.taken, f"after {steps} looks"
+        assert_done(life.asked.spec, life.world)
+
+
 @pytest.mark.parametrize("back", ["Pause", "Rollback"])
 @pytest.mark.parametrize("routers", [1, 2])
 def test_a_change_of_routers_alone_fails_as_one_of_engines_does(routers: int, back: str) -> None:

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from rollout_world import assert_done, run, service, settled, step
+from rollout_world import assert_done, run, service, settled, step, with_pods
 
 from isthmus_operator.api.v1alpha1 import InferenceService
-from isthmus_operator.plan.observed import Facts, Pod
+from isthmus_operator.plan.observed import SICK_AFTER_S, Facts, Pod
 from isthmus_operator.plan.planner import Plan, Rollout, plan
 from isthmus_operator.plan.rehearse import World
 from isthmus_operator.plan.status import status_of
@@ -251,4 +251,59 @@ def test_a_mode_comes_on_a_full_cluster_and_somebody_answers(unified: bool, plac
     old, new = in_mode(unified, 4), in_mode(not unified, 2)
     world = settled(old)
     world.places = sum(len(w.live) for w in world.seen.engines) + places
+    assert_done(new, run(new, world, check=lambda world: someone(world) or pytest.fail("nobody answers")))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("unified", [True, False])
+@pytest.mark.parametrize("changes", [{"ready": False}, {"restarts": 1}])
+def test_the_last_of_a_mode_stays_though_it_flickers(changes: dict[str, Any], unified: bool, replicas: int) -> None:
+    """Pods of the new mode find no place."""
+    surge = {"maxSurge": 1, "maxUnavailable": 0}
+    old, new = in_mode(unified, replicas, **surge), in_mode(not unified, replicas, **surge)
+    world = settled(old)
+    world.places = sum(len(w.live) for w in world.seen.engines)
+    step(new, world, 6)
+    assert someone(world)
+    part = Component.WORKER if unified else Component.DECODE
+    with_pods(world, lambda pod: pod.component is part and pod.ready, changed=world.now, **changes)
+    names = {pod.name for w in world.seen.engines if w.component is part for pod in w.live}
+    wanted = plan(new, world.seen, world.now)
+    assert wanted.wake is not None and wanted.wake <= world.now + SICK_AFTER_S
+    world.apply(new, wanted)
+    with_pods(world, lambda pod: pod.name in names, ready=True)
+    for _ in range(20):
+        step(new, world)
+        assert someone(world)
+
+
+@pytest.mark.parametrize(("workers", "pairs"), [(3, 2), (3, 3), (4, 4), (4, 6)])
+def test_roles_of_a_mode_that_has_no_room_for_all_share_what_there_is(workers: int, pairs: int) -> None:
+    """Prefill does not take every place."""
+    surge = {"maxSurge": 0, "maxUnavailable": 1}
+    old, new = in_mode(True, workers, **surge), in_mode(False, pairs, **surge)
+    world = settled(old)
+    world.places = workers
+    for _ in range(120):
+        step(new, world)
+        assert someone(world)
+    assert sum(w.ready for w in world.seen.engines if w.component is not Component.WORKER) >= 2
+    world.places = 2 * pairs
+    assert_done(new, run(new, world))
+
+
+@pytest.mark.parametrize("surge", [0, 1])
+@pytest.mark.parametrize(("prefills", "decodes"), [(3, 1), (2, 2), (1, 3)])
+def test_a_mode_of_unlike_roles_comes_on_the_places_of_the_one_before(prefills: int, decodes: int, surge: int) -> None:
+    rollout = {"maxSurge": surge, "maxUnavailable": 1 - surge}
+    old = in_mode(True, 4, **rollout)
+    new = service(
+        1,
+        p=prefills,
+        d=decodes,
+        model={"source": {"hostPath": {"path": "/models/a"}}},
+        router={"replicas": 2},
+        rollout={"progressDeadline": "60s", **rollout},
+    )
+    world = settled(old, places=4)
     assert_done(new, run(new, world, check=lambda world: someone(world) or pytest.fail("nobody answers")))

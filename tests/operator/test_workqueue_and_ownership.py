@@ -363,12 +363,15 @@ def test_auto_scaling_follows_the_target_within_its_bounds() -> None:
     for _ in rehearse(target, world):
         pass
 
-    def count(queued: float, now: float = 5000.0, *, stale: bool = False) -> int:
+    def decided(queued: float | None, now: float = 5000.0, *, stale: bool = False) -> autoscale.Decision:
         pods = world.seen.of(Component.DECODE)[0].pods
         said = EngineFacts(fingerprint="f", queued=queued, stale=stale)
         facts = Facts(engines={pod.name: said for pod in pods})
         seen = replace(world.seen, facts=facts)
-        return autoscale.decide(target, seen, plan(target, seen, now), now)[Component.DECODE].count
+        return autoscale.decide(target, seen, plan(target, seen, now), now)[Component.DECODE]
+
+    def count(queued: float, now: float = 5000.0, *, stale: bool = False) -> int:
+        return decided(queued, now, stale=stale).count
 
     assert len(world.seen.of(Component.DECODE)[0].pods) == 2
     assert count(4) == 2
@@ -378,6 +381,7 @@ def test_auto_scaling_follows_the_target_within_its_bounds() -> None:
     assert count(0) == 1
     assert count(100, stale=True) == count(0, stale=True) == 2, "what a pod said before is no load of now"
     assert count(0, now=1100.0) == 2, "just started pods stay"
+    assert decided(None).count == 2 and "QueuedRequests" in decided(None).held, "nobody says how busy they are"
 
 
 def test_engine_answers_are_read_and_anything_else_is_refused() -> None:
@@ -389,6 +393,8 @@ def test_engine_answers_are_read_and_anything_else_is_refused() -> None:
     text = 'vllm:kv_cache_usage_perc{model_name="m"} 0.25\nvllm:kv_cache_usage_perc_other 9\n'
     found = engine_facts(info, text)
     assert (found.fingerprint, found.transport, found.queued, found.kv_usage) == ("f", "tcp", 3, 0.25)
+    silent = engine_facts({key: value for key, value in info.items() if key != "waiting"}, "other 1\n")
+    assert (silent.queued, silent.kv_usage) == (None, None), "what it does not say is no load of 0"
     with pytest.raises(KeyError):
         engine_facts({"role": "router"})
     engines = [{"url": "http://10.0.0.1:8001", "reason": ""}, {"url": "http://[fd00::1]:8001", "reason": "draining"}]

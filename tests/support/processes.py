@@ -56,11 +56,16 @@ class Process:
     def kill(self, number: int = signal.SIGKILL) -> None:
         self.popen.send_signal(number)
 
-    def stop(self) -> int:
-        """SIGTERM, then SIGKILL; the exit status."""
+    def interrupt(self) -> None:
+        """Begin to stop, as by a person's Ctrl-C: after a SIGTERM, servers take requests for seconds more."""
         if self.popen.poll() is None:
             self.popen.send_signal(signal.SIGCONT)
-            self.popen.terminate()
+            self.popen.send_signal(signal.SIGINT)
+
+    def stop(self) -> int:
+        """SIGINT, then SIGKILL; the exit status."""
+        self.interrupt()
+        if self.popen.poll() is None:
             try:
                 self.popen.wait(STOP_DEADLINE_S)
             except subprocess.TimeoutExpired:
@@ -157,6 +162,7 @@ class Stack:
             stack.callback(lambda n=name: self.all[n].stop())
             if name == "master":
                 self._wait_master()
+        stack.callback(lambda: [self.all[n].interrupt() for n in names if n != "master"])
         self.ready(*engines, "router")
         self._wait_paired()
         return self

@@ -1,7 +1,7 @@
 """Builds the cluster's programs from the Go modules of tests/cluster/tools and finds them again.
 
-A module's programs lie in `<cache>/bin/<module>-<hash>/`, the hash taken over go.mod, go.sum, the build flags and
-the compiler, so that a checkout with other versions builds beside them and an unchanged one builds nothing.
+A module's programs lie in `<cache>/bin/<module>-<hash>/`, the hash taken over go.mod, go.sum, our own sources and the
+build flags, so that a checkout with other versions builds beside them and an unchanged one builds nothing.
 """
 
 import fcntl
@@ -38,7 +38,7 @@ MODULES: dict[str, dict[str, str]] = {
     "kwok": {"kwok": "sigs.k8s.io/kwok/cmd/kwok"},
     "containerd": {name: f"{CONTAINERD}/{name}" for name in ("containerd", "containerd-shim-runc-v2", "ctr")},
     "kube-router": {"kube-router": "github.com/cloudnativelabs/kube-router/v2/cmd/kube-router"},
-    "coredns": {"coredns": "github.com/coredns/coredns"},
+    "coredns": {"coredns": "."},
     "helm": {"helm": "helm.sh/helm/v4/cmd/helm"},
 }
 FAST = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl", "kwok")
@@ -103,8 +103,8 @@ def built_path(settings: Settings, program: str) -> Path:
 def module_hash(module: str) -> str:
     """The first 16 hex digits of the hash over everything that decides what the programs of `module` are."""
     digest = hashlib.sha256()
-    for name in ("go.mod", "go.sum"):
-        digest.update((TOOLS / module / name).read_bytes())
+    for path in (TOOLS / module / "go.mod", TOOLS / module / "go.sum", *sorted((TOOLS / module).glob("*.go"))):
+        digest.update(path.read_bytes())
     digest.update("\0".join(flags(module)).encode())
     return digest.hexdigest()[:16]
 

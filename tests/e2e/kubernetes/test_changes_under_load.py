@@ -141,7 +141,7 @@ def on(pod: Object, node: str) -> bool:
     return bool(pod["spec"]["nodeName"] == node)
 
 
-def test_t11_a_deleted_prefill_pod_loses_no_prompt(service: Deployed, client: Client, answers: dict[str, str]) -> None:
+def test_a_deleted_prefill_pod_loses_no_prompt(service: Deployed, client: Client, answers: dict[str, str]) -> None:
     with loaded(client, service, answers) as load:
         victim = service.pods("prefill")[0]["metadata"]["name"]
         service.cluster.kubectl("delete", "pod", victim, "-n", NAMESPACE, "--timeout=120s", timeout=150)
@@ -150,7 +150,7 @@ def test_t11_a_deleted_prefill_pod_loses_no_prompt(service: Deployed, client: Cl
     no_errors(load, service)
 
 
-def test_t11_a_killed_prefill_pod_ends_each_request(service: Deployed, client: Client, answers: dict[str, str]) -> None:
+def test_a_killed_prefill_pod_ends_each_request(service: Deployed, client: Client, answers: dict[str, str]) -> None:
     decode = service.uids("decode")
     with loaded(client, service, answers) as load:
         victim = service.pods("prefill")[0]["metadata"]["name"]
@@ -165,9 +165,7 @@ def test_t11_a_killed_prefill_pod_ends_each_request(service: Deployed, client: C
     assert all(c["restartCount"] == 0 for pod in service.pods("decode") for c in pod["status"]["containerStatuses"])
 
 
-def test_t14_transfer_mode_is_changed_and_changed_back(
-    service: Deployed, client: Client, answers: dict[str, str]
-) -> None:
+def test_transfer_mode_is_changed_and_changed_back(service: Deployed, client: Client, answers: dict[str, str]) -> None:
     def store(spec: Object) -> None:
         spec["transfer"]["mode"] = "Store"
         spec["store"] = {
@@ -197,7 +195,7 @@ def test_t14_transfer_mode_is_changed_and_changed_back(
     no_errors(load, service)
 
 
-def test_t15_no_prefill_pod_left(service: Deployed, client: Client, answers: dict[str, str]) -> None:
+def test_no_prefill_pod_left(service: Deployed, client: Client, answers: dict[str, str]) -> None:
     """`Local`: decode pods compute prompts themselves. `Reject`: 503 with the reason, from a router that is there."""
 
     def prefill(replicas: int, unavailable: str) -> None:

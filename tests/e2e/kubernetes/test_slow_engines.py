@@ -1,4 +1,4 @@
-"""T15: what is slow is not taken for dead: a model that takes long to come, engines that answer nothing for a while.
+"""What is slow is not taken for dead: a model that takes long to come, engines that answer nothing for a while.
 
 E2E_DOWNLOAD_S: seconds that the download shall take (it was seen with 600).
 """
@@ -89,7 +89,7 @@ def pause_engine(cluster: Cluster, pod: Object, number: signal.Signals) -> None:
     assert cluster.run_on(node, ["sh", "-c", script]).split()
 
 
-def test_t15_a_download_beyond_its_time_is_told(downloading: Deployed) -> None:
+def test_a_download_beyond_its_time_is_told(downloading: Deployed) -> None:
     """startupTimeout bounds each try, and what ended the last one is in the condition."""
 
     def told() -> bool:
@@ -102,7 +102,7 @@ def test_t15_a_download_beyond_its_time_is_told(downloading: Deployed) -> None:
     downloading.apply(lambda spec: spec["availability"].update(startupTimeout="30m"))
 
 
-def test_t15_engines_that_answer_nothing_for_90_s_are_not_killed(pair: Deployed, downloading: Deployed) -> None:
+def test_engines_that_answer_nothing_for_90_s_are_not_killed(pair: Deployed, downloading: Deployed) -> None:
     """As when a kernel is compiled by a compiler that holds the interpreter's lock. The node's kubelet sees probes
     that time out; the router, requests that wait."""
     cluster = pair.cluster
@@ -124,7 +124,7 @@ def test_t15_engines_that_answer_nothing_for_90_s_are_not_killed(pair: Deployed,
     assert not pair.restarts()
 
 
-def test_t15_a_slow_download_is_no_failure(installation: Installation, pair: Deployed, downloading: Deployed) -> None:
+def test_a_slow_download_is_no_failure(installation: Installation, pair: Deployed, downloading: Deployed) -> None:
     """The pod that has the time it needs takes it, and is never restarted."""
 
     def state() -> str:

@@ -103,7 +103,7 @@ def test_with_nothing_to_do_nothing_is_written(service: Service) -> None:
 @pytest.mark.parametrize(
     "moment", [Behaviour(), Behaviour(flickers=True), Behaviour(forgets=True)], ids=["steady", "probe", "kubelet"]
 )
-def test_t1_rollout_on_a_full_cluster(service: Service, moment: Behaviour) -> None:
+def test_rollout_on_a_full_cluster(service: Service, moment: Behaviour) -> None:
     """Four GPUs, four pods: no pod waits for a place, and a whole pair runs at every moment, be it that all are
     unready for an instant as the rollout begins."""
     service.apply(roles=roles(2, 2, gpus=1))
@@ -138,7 +138,7 @@ def test_t1_rollout_on_a_full_cluster(service: Service, moment: Behaviour) -> No
     until(lambda: len(service.deployments()) == 3, 20)
 
 
-def test_t3_burst_edits_roll_out_only_the_last(service: Service) -> None:
+def test_burst_edits_roll_out_only_the_last(service: Service) -> None:
     service.apply(roles=roles(2, 2))
     service.ready()
     assert service.kubelet is not None
@@ -169,7 +169,7 @@ def test_t3_burst_edits_roll_out_only_the_last(service: Service) -> None:
     assert not service.writes_since(begin)
 
 
-def test_t4_a_role_local_change_leaves_the_other_role_alone(service: Service) -> None:
+def test_a_role_local_change_leaves_the_other_role_alone(service: Service) -> None:
     service.apply(roles=roles(2, 2))
     service.ready()
     prefill, router, decode = (uids(service.pods(r)) for r in ("prefill", "router", "decode"))
@@ -182,7 +182,7 @@ def test_t4_a_role_local_change_leaves_the_other_role_alone(service: Service) ->
     assert not uids(service.pods("decode")) & decode
 
 
-def test_t6_deletion_works_with_the_operator_gone_and_in_the_foreground(service: Service, operator: Operator) -> None:
+def test_deletion_works_with_the_operator_gone_and_in_the_foreground(service: Service, operator: Operator) -> None:
     service.apply(store={}, transfer={"mode": "Store"})
     service.ready()
     operator.stop()
@@ -215,7 +215,7 @@ def gone(service: Service) -> None:
 
 
 @pytest.mark.parametrize(("name", "accepted"), [("a" * 40, True), ("a" * 41, False), ("a" * 63, False)])
-def test_t7_names(service: Service, name: str, accepted: bool) -> None:
+def test_names_that_fit_are_taken_and_others_refused(service: Service, name: str, accepted: bool) -> None:
     service.name = name
     if not accepted:
         with pytest.raises(CommandError, match="40 characters"):
@@ -231,7 +231,7 @@ def test_t7_names(service: Service, name: str, accepted: bool) -> None:
     }
 
 
-def test_t9_optional_apis_may_come_later(service: Service) -> None:
+def test_optional_apis_may_come_later(service: Service) -> None:
     name = "podmonitors.monitoring.coreos.com"
     crd = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{name}"
     assert service.client.find(crd) is None
@@ -261,7 +261,7 @@ def test_t9_optional_apis_may_come_later(service: Service) -> None:
         service.client("DELETE", crd)
 
 
-def test_t10_what_cel_cannot_say_changes_no_pod_when_the_webhook_is_off(service: Service) -> None:
+def test_what_cel_cannot_say_changes_no_pod_when_the_webhook_is_off(service: Service) -> None:
     service.apply(roles=roles(1, 1))
     service.ready()
     before = uids(service.pods())
@@ -275,7 +275,7 @@ def test_t10_what_cel_cannot_say_changes_no_pod_when_the_webhook_is_off(service:
     service.ready()
 
 
-def test_t13_a_bad_image_fails_truthfully_and_a_good_one_goes_through(service: Service) -> None:
+def test_a_bad_image_fails_truthfully_and_a_good_one_goes_through(service: Service) -> None:
     assert service.kubelet is not None
     service.kubelet.behave = bad_image("engine:bad")
     service.apply(roles=roles(2, 2), rollout={"progressDeadline": "5s"})
@@ -306,7 +306,7 @@ def test_t13_a_bad_image_fails_truthfully_and_a_good_one_goes_through(service: S
     assert {image(p) for p in service.pods() if role(p) != "router"} == {"engine:3"}
 
 
-def test_t13_rollback(service: Service) -> None:
+def test_a_failed_rollout_is_rolled_back(service: Service) -> None:
     assert service.kubelet is not None
     service.kubelet.behave = bad_image("engine:bad")
     service.apply(roles=roles(2, 2), rollout={"progressDeadline": "3s", "onFailure": "Rollback"})
@@ -321,7 +321,7 @@ def test_t13_rollback(service: Service) -> None:
     service.ready()
 
 
-def test_t13_children_edited_by_hand_are_healed_once_and_the_pods_stay(service: Service) -> None:
+def test_children_edited_by_hand_are_healed_once_and_the_pods_stay(service: Service) -> None:
     service.apply(roles=roles(2, 2))
     service.ready()
     decode = next(d for d in service.deployments() if "decode" in d["metadata"]["name"])["metadata"]["name"]
@@ -350,7 +350,7 @@ def main_image(service: Service, name: str) -> str:
     return str(found["spec"]["template"]["spec"]["containers"][0]["image"])
 
 
-def test_t14_the_store_comes_first_and_goes_last(service: Service) -> None:
+def test_the_store_comes_first_and_goes_last(service: Service) -> None:
     service.apply(roles=roles(2, 2))
     service.ready()
     assert service.kubelet is not None
@@ -388,7 +388,7 @@ def is_ready(pod: Pod) -> bool:
     return any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", ()))
 
 
-def test_t15_an_empty_role_is_served_by_the_other_or_reported(service: Service) -> None:
+def test_an_empty_role_is_served_by_the_other_or_reported(service: Service) -> None:
     service.apply(roles=roles(0, 1))
     service.ready()
     assert service.condition("PrefillReady")["reason"] == "ScaledToZero"
@@ -396,7 +396,7 @@ def test_t15_an_empty_role_is_served_by_the_other_or_reported(service: Service) 
     service.reason("Available", "NoEngine")
 
 
-def test_t15_an_evicted_pod_is_replaced(service: Service) -> None:
+def test_an_evicted_pod_is_replaced(service: Service) -> None:
     service.apply()
     service.ready()
     (pod,) = service.pods("decode")

@@ -16,7 +16,7 @@ from small_bpe import byte_level_bpe
 from isthmus_runtime.config import ChatConfig
 from isthmus_runtime.metrics import RequestMetrics, TenantMetrics, render
 from isthmus_runtime.openai import works
-from isthmus_runtime.openai.app import BODIES, ApiConfig, add_openai_routes
+from isthmus_runtime.openai.app import BODIES, ApiConfig, OpenAiApi, add_openai_routes
 from isthmus_runtime.openai.tokenizer import Tokenizer
 from isthmus_runtime.request import FinishReason, ServedTask, TokenChunk, TokenLogprobs
 from isthmus_runtime.serving.app import add_pages, make_app
@@ -160,21 +160,23 @@ def serve(tokenizer):
         app = make_app("test", bodies=BODIES, max_body_bytes=max_body_bytes, cors_origins=cors_origins)
         add_openai_routes(
             app,
-            backend,
-            used,
-            ApiConfig(
-                served_names=("tiny", "org/tiny"),
-                chat=chat or ChatConfig(),
-                api_key=api_key,
-                request_timeout_s=timeout_s,
-                tenants=tenants,
+            OpenAiApi(
+                backend,
+                used,
+                ApiConfig(
+                    served_names=("tiny", "org/tiny"),
+                    chat=chat or ChatConfig(),
+                    api_key=api_key,
+                    request_timeout_s=timeout_s,
+                    tenants=tenants,
+                ),
+                in_flight=in_flight,
+                metrics=RequestMetrics(registry, "tiny"),
+                tenant_metrics=None if tenants is None else TenantMetrics(registry, "tiny"),
+                clock=clock,
+                grammars=grammars,
+                memory=memory,
             ),
-            in_flight=in_flight,
-            metrics=RequestMetrics(registry, "tiny"),
-            tenant_metrics=None if tenants is None else TenantMetrics(registry, "tiny"),
-            clock=clock,
-            grammars=grammars,
-            memory=memory,
         )
         add_pages(app)
         async with served(app, in_flight=in_flight, memory=memory) as port:

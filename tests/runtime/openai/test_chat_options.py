@@ -418,7 +418,7 @@ def test_an_answer_that_has_to_be_a_call_is_held_to_it(serve, run, caller, model
                     ({"structured_outputs": {"regex": "a"}}, "regex is not supported together with tools"),
                     ({"structured_outputs": {"json": "{"}}, "structured_outputs: json is no JSON"),
                     ({"structured_outputs": {"json": "[]"}}, "a JSON schema is an object"),
-                    ({"messages": [*HELLO, deep_call(400)]}, "arguments: must be the text of a JSON object"),
+                    ({"messages": [*HELLO, deep_call(400)]}, "arguments: must be a JSON object"),
                     ({"tool_choice": "required", "ignore_eos": True}, "ignore_eos: an answer that must be a call"),
                     ({"tool_choice": "required", "min_tokens": 2}, "min_tokens: not with"),
                     ({"tool_choice": named, "allowed_token_ids": [1]}, "allowed_token_ids: not with"),

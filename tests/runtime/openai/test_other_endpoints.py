@@ -159,7 +159,7 @@ def test_a_response_repeats_what_was_asked_in_one_piece_and_in_a_stream(serve, r
         ({"metadata": {"x": "x" * 513}}, "metadata"),
         ({"metadata": "x"}, "metadata"),
         ({"user": "x" * 513}, "user"),
-        ({"text": {"format": {"type": "xml"}}}, "response_format"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"text": {"tone": "kind"}}, "text.tone"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),

@@ -15,7 +15,7 @@ from serving import served
 
 from isthmus_runtime.executor.fake import FakeExecutor, expected_scores, expected_tokens
 from isthmus_runtime.openai import answer, job_bounds
-from isthmus_runtime.openai.app import BODIES, ApiConfig, add_openai_routes
+from isthmus_runtime.openai.app import BODIES, ApiConfig, OpenAiApi, add_openai_routes
 from isthmus_runtime.openai.prompts import echo_of_ids, echo_of_text
 from isthmus_runtime.openai.sse import CompletionFormat
 from isthmus_runtime.protocol.request import request_parts
@@ -46,7 +46,9 @@ def stack(tokenizer):
         executor, in_flight = Counting(257, 4), InFlight()
         with engine(num_blocks=257, executor=executor, **options) as backend:
             app = make_app("test", bodies=BODIES, max_body_bytes=1 << 20)
-            add_openai_routes(app, backend, tokenizer, ApiConfig(served_names=("tiny",)), in_flight=in_flight)
+            add_openai_routes(
+                app, OpenAiApi(backend, tokenizer, ApiConfig(served_names=("tiny",)), in_flight=in_flight)
+            )
             async with served(app, in_flight=in_flight) as port:
                 url = f"http://127.0.0.1:{port}/v1"
                 plain = DefaultAsyncHttpxClient(verify=False)  # no certificates, which it takes 40 ms to read

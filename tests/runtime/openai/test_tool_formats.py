@@ -421,9 +421,9 @@ def test_calls_are_as_deep_as_a_request_may_tell_of(levels):
         assert (content, len(calls)) == ((text, 0) if deep else ("", 1))
 
 
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "[NaN]"])
-def test_arguments_are_json(number):
-    for arguments in (f'{{"x": {number}}}', json.dumps(f'{{"x": {number}}}')):
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999", "[NaN]", r'"\ud83d"', r'{"\udc00": 1}'])
+def test_arguments_are_json(value):
+    for arguments in (f'{{"x": {value}}}', json.dumps(f'{{"x": {value}}}')):
         text = f'<tool_call>{{"name": "look", "arguments": {arguments}}}</tool_call>'
         assert read(Reader(FORMATS["hermes"].parser(NAMES), None), [text]) == ("", text, [])
 

@@ -27,7 +27,7 @@ from isthmus_runtime.engine.server import EngineServer
 from isthmus_runtime.errors import EngineFailed, InvalidRequest
 from isthmus_runtime.executor.fake import VOCAB_SIZE, FakeExecutor
 from isthmus_runtime.metrics import RequestMetrics, render
-from isthmus_runtime.openai.app import BODIES, ApiConfig, add_openai_routes
+from isthmus_runtime.openai.app import BODIES, ApiConfig, OpenAiApi, add_openai_routes
 from isthmus_runtime.openai.text_prompts import ids_of_passed_on
 from isthmus_runtime.openai.tokenizer import Tokenizer
 from isthmus_runtime.protocol.info import EngineInfo, KvInfo, TransferInfo
@@ -371,13 +371,15 @@ async def ways(tokenizer):
             app = make_app("router", bodies=BODIES, lifespan=router.lifespan)
             add_openai_routes(
                 app,
-                router.backend,
-                tokenizer,
-                ApiConfig(served_names=("m",)),
-                in_flight=InFlight(),
-                metrics=RequestMetrics(registry, "m", prefix="isthmus_router_"),
-                takes_text=router.backend.takes_text,
-                seeds=lambda: 7,
+                OpenAiApi(
+                    router.backend,
+                    tokenizer,
+                    ApiConfig(served_names=("m",)),
+                    in_flight=InFlight(),
+                    metrics=RequestMetrics(registry, "m", prefix="isthmus_router_"),
+                    takes_text=router.backend.takes_text,
+                    seeds=lambda: 7,
+                ),
             )
             port = await stack.enter_async_context(served(app))
             found.append(Way(f"http://127.0.0.1:{port}", registry, f"http://{engine}", engine_registry, passed_on))

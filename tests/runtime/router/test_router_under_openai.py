@@ -12,7 +12,7 @@ from serving import looking, served
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from isthmus_runtime.openai.app import BODIES, ApiConfig, add_openai_routes
+from isthmus_runtime.openai.app import BODIES, ApiConfig, OpenAiApi, add_openai_routes
 from isthmus_runtime.openai.tokenizer import Tokenizer
 from isthmus_runtime.request import SamplingOptions
 from isthmus_runtime.serving.app import make_app
@@ -31,7 +31,7 @@ async def api_over(backend):
     )
     app = make_app("test", bodies=BODIES)
     in_flight = InFlight()
-    add_openai_routes(app, backend, tokenizer, ApiConfig(served_names=("m",)), in_flight=in_flight)
+    add_openai_routes(app, OpenAiApi(backend, tokenizer, ApiConfig(served_names=("m",)), in_flight=in_flight))
     async with (
         served(app, in_flight=in_flight) as port,
         openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0, timeout=20) as client,

@@ -6,7 +6,7 @@ First each role by itself, by its target. Then `spec.scalingPolicy.ratio`, which
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..api.choices import ScalingMetric, ScalingMode
 from ..api.ratio import Band, Span
@@ -44,12 +44,14 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wish:
-    """One role by itself. span: what it may have; asked: what its target asks for, at last; why: from which measure."""
+    """One role by itself. span: what it may have; asked: what its target asks for, at last; why: from which measure;
+    unknown: that there is none."""
 
     current: int
     asked: int
     span: Span
     why: str = ""
+    unknown: str = ""
 
     def paced(self, step: int) -> int:
         """Up at once, down by `step`: a queue that is empty says nothing about what the remaining pods can take."""
@@ -68,7 +70,8 @@ def decide(service: InferenceService, seen: Observed, wanted: Plan, now: float) 
     band = ratio_band(service.spec)
     prefill, decode = wishes.get(Component.PREFILL), wishes.get(Component.DECODE)
     if band is None or prefill is None or decode is None or prefill.current == 0 or decode.current == 0:
-        return {part: Decision(count=wishes[part].paced(1), why=wishes[part].why) for part in auto}
+        alone = ((part, wishes[part]) for part in auto)
+        return {part: Decision(count=wish.paced(1), why=wish.why, held=wish.unknown) for part, wish in alone}
     pair = _fitted(band, prefill, decode)
     counts = {Component.PREFILL: pair[0], Component.DECODE: pair[1]}
     met = band.miss(*pair) == 0
@@ -89,7 +92,10 @@ def _wish(role: Role, component: Component, seen: Observed, wanted: Plan, now: f
     if not facts or len(facts) != len(pods):
         return keep
     queued = target.metric is ScalingMetric.QUEUED_REQUESTS
-    measure = sum(f.queued if queued else f.kv_usage for f in facts) / len(facts)
+    told = [load for f in facts if (load := f.queued if queued else f.kv_usage) is not None]
+    if len(told) != len(facts):
+        return replace(keep, unknown=f"an engine does not say its {target.metric.value}, so the number of pods stays")
+    measure = sum(told) / len(told)
     share = measure / float(target.value.value)
     if abs(share - 1) <= TOLERANCE:
         return keep
@@ -119,7 +125,7 @@ def _held(count: int, wish: _Wish, met: bool) -> Decision:
     alone = wish.paced(1)
     if count == alone:
         return Decision(
-            count=count, why=wish.why, held="" if met else "scalingPolicy.ratio is not met: see min and max"
+            count=count, why=wish.why, held=wish.unknown if met else "scalingPolicy.ratio is not met: see min and max"
         )
     more = "more" if count > alone else "fewer"
     return Decision(

@@ -183,6 +183,8 @@ def pod(child: Object, component: Component) -> Pod:
         ends=seconds(meta["deletionTimestamp"]) if meta.get("deletionTimestamp") else None,
         reason="" if is_ready else reason,
         problem="" if is_ready else problem,
+        restarts=sum(int(c.get("restartCount") or 0) for c in containers),
+        ran=max((_ran(c) for c in containers), default=0.0),
         guarded=(meta.get("labels") or {}).get(GUARDED_LABEL) == "true",
         failed=status.get("phase") in ("Failed", "Succeeded"),
     )
@@ -211,6 +213,14 @@ def _was_ready(ready: Object, containers: Sequence[Object]) -> bool:
     begun = [(c.get("state") or {}).get("running", {}).get("startedAt") for c in containers]
     changed = seconds(ready.get("lastTransitionTime"))
     return ready["status"] != "True" and bool(begun) and all(at and seconds(at) < changed for at in begun)
+
+
+def _ran(container: Object) -> float:
+    for state in ("state", "lastState"):
+        ended = (container.get(state) or {}).get("terminated") or {}
+        if ended:
+            return max(0.0, seconds(ended.get("finishedAt")) - seconds(ended.get("startedAt")))
+    return 0.0
 
 
 def _waits(containers: Iterable[Object]) -> bool:

@@ -32,6 +32,8 @@ class Pod:
     ends:        by when a stopping pod will have been killed; None while it is not stopping
     reason:      CamelCase word for why it is not ready (CrashLoopBackOff, ErrImagePull, Unschedulable, ...)
     problem:     the same for people, naming the container
+    restarts:    how often its containers were started anew
+    ran:         for how long the last that ended had run; 0: none has, or nobody says
     guarded:     it has credentials and asks for them; its metrics and probes are on a port of their own
     failed:      it will not recover by itself (evicted, or its containers have ended for good)
     """
@@ -49,6 +51,8 @@ class Pod:
     ends: float | None = None
     reason: str = ""
     problem: str = ""
+    restarts: int = 0
+    ran: float = 0.0
     guarded: bool = False
     failed: bool = False
 
@@ -56,6 +60,10 @@ class Pod:
         """Whether it is unready for so short a time that it is most likely well: a probe that timed out under load, a
         kubelet that was restarted, a node that the control plane did not reach."""
         return self.started and not self.ready and now - self.changed < SICK_AFTER_S
+
+    def settles(self, now: float) -> bool:
+        """Whether it crashed, and has been ready again for so short a time that it may do so again."""
+        return self.ready and self.restarts > 0 and now - self.changed < SICK_AFTER_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +118,15 @@ class Workload:
         surplus = max(0, len(self.live) - self.replicas)
         return min(self.replicas, self._ready + max(0, flickering - surplus))
 
+    def settled(self, now: float) -> Workload:
+        """With pods that crashed and have just become ready again as those that flicker: they serve, and nothing
+        follows from it yet."""
+        if not any(pod.settles(now) for pod in self.live):
+            return self
+        text = f"it was restarted, and counts once it has been ready for {SICK_AFTER_S:.0f} s"
+        unsure = (replace(pod, ready=False, problem=text) if pod.settles(now) else pod for pod in self.pods)
+        return replace(self, pods=tuple(unsure))
+
     @property
     def fresh(self) -> Workload:
         """Without pods of another revision, which the one workload of a store has while it changes, as has one of
@@ -124,6 +141,7 @@ class EngineFacts:
     model_revision: commit or digest that its weights were resolved to; empty where it does not say
     adapter_list:   digest of the list of adapters that it follows; empty where it follows none
     adapter_problems: (adapter, why it is not as the list says); an empty name is about the list itself
+    queued, kv_usage: requests that wait, share of the KV blocks that are in use; None: it was not asked, or did not say
     stale:          it did not answer this time; this is what it said before
     """
 
@@ -139,8 +157,8 @@ class EngineFacts:
     usable_blocks: int = 0
     bytes_per_block: int = 0
     max_model_len: int = 0
-    queued: float = 0.0
-    kv_usage: float = 0.0
+    queued: float | None = None
+    kv_usage: float | None = None
     adapter_list: str = ""
     adapter_problems: tuple[tuple[str, str], ...] = ()
     stale: bool = False
@@ -198,6 +216,11 @@ class Observed:
     def said(self, condition: str) -> Condition | None:
         """A condition as the status holds it now."""
         return next((one for one in self.conditions if one.type == condition), None)
+
+    def settled(self, now: float) -> Observed:
+        """As a rollout counts it: of engines and routers that crashed and are ready again, after a while."""
+        engines, routers = (tuple(w.settled(now) for w in every) for every in (self.engines, self.routers))
+        return replace(self, engines=engines, routers=routers)
 
     def of(self, component: Component) -> tuple[Workload, ...]:
         """Workloads of one engine role."""

@@ -5,6 +5,8 @@ holds a rollout up, when it has failed, and in which order store, engines and ro
 
 - The master of a store is ready before the first engine that uses it starts, and goes after the last.
 - A workload of an old revision stays, at zero, until the rollout is over: it is what a rollback goes back to.
+- A pod that has crashed counts for a rollout once it has been ready for a while: one that crashes and is ready for a
+  moment again and again would take the old ones away.
 - A rollback goes back in time: to what was there before the revision that failed was made. A revert that fails stays.
 - Whatever holds a rollout up, roles keep the number of pods they should have, of the revision that serves.
 """
@@ -28,6 +30,7 @@ from .observed import Observed, Workload
 from .progress import (
     changed,
     changing,
+    crashing,
     current,
     engines_ready,
     is_pending,
@@ -88,10 +91,12 @@ class Plan:
 def plan(service: InferenceService, seen: Observed, now: float) -> Plan:
     """The next step. With the cluster as it wants it, it equals what exists."""
     wanted = goals_of(service, seen)
+    there, seen = seen, seen.settled(now)
     revision = service_revision(service)
     failed = seen.failed if seen.failed == revision else ""
     router = role_revision(service, Component.ROUTER)
-    stuck = "" if failed else overdue(service, changing(service, wanted, router, seen), now)
+    at_stake = changing(service, wanted, router, there)
+    stuck = "" if failed else overdue(service, at_stake, now) or crashing(service, at_stake, now)
     if (
         stuck
         and service.spec.rollout.on_failure is RolloutFailure.ROLLBACK
@@ -103,7 +108,8 @@ def plan(service: InferenceService, seen: Observed, now: float) -> Plan:
     rolling = is_rolling(goals, seen, now)
     hold = _hold(service, goals, seen, rolling, "" if failed else stuck)
     stands = bool(hold) or not rolling
-    stuck = "" if failed else stuck or (overdue(service, present(service, goals, router, seen), now) if stands else "")
+    every = present(service, goals, router, there)
+    stuck = "" if failed else stuck or (overdue(service, every, now) if stands else "")
     routing = routers.next_step(service, goals, router, seen, now, rolling=rolling)
     move = _held(goals, seen, now) if hold else _move(service, goals, router, seen, now)
     over = not hold and not rolling and routers.arrived(service, router, seen)
@@ -122,7 +128,7 @@ def plan(service: InferenceService, seen: Observed, now: float) -> Plan:
         failed=failed,
         waits=tuple(dict.fromkeys(wait for wait in (stuck, hold, *move.waits) if wait)),
         gap=move.gap,
-        wake=_earliest(move.wake, next_deadline(service, present(service, goals, router, seen), seen, now)),
+        wake=_earliest(move.wake, next_deadline(service, every, there, now)),
     )
 
 
@@ -300,8 +306,16 @@ def _move(service: InferenceService, goals: Sequence[Goal], router: str, seen: O
     layouts = {goal.pairing for goal in goals} | {w.pairing for w in remaining(goals, seen, now)}
     alone = strategy is RolloutStrategy.INDEPENDENT and len(layouts) == 1
     routed = routers.old_pairings(service, router, seen, now)
-    lone = service.spec.router.on_prefill_unavailable is PrefillUnavailable.LOCAL
-    move = next_move(goals, seen.engines, now, in_step=not alone, routed=routed, lone=lone, wanted=seen.wanted)
+    move = next_move(
+        goals,
+        seen.engines,
+        now,
+        in_step=not alone,
+        routed=routed,
+        known=routers.known_pairings(service, seen, now),
+        lone=service.spec.router.on_prefill_unavailable is PrefillUnavailable.LOCAL,
+        wanted=seen.wanted,
+    )
     if strategy is RolloutStrategy.INDEPENDENT and not alone and rolling:
         text = "roles change in step although strategy is Independent: old and new may differ in KV layout"
         return replace(move, waits=(*move.waits, text))

@@ -16,6 +16,9 @@ from .causes import not_made
 from .observed import SICK_AFTER_S, Observed, Pod, Workload
 from .rollout import OVERDUE_S, Goal, places
 
+AGAIN = 3
+"""Restarts after which a pod that is down crashes again and again."""
+
 
 def current(goal: Goal, seen: Observed) -> Workload | None:
     """The workload that a goal is about."""
@@ -114,11 +117,25 @@ def overdue(service: InferenceService, workloads: Iterable[Workload], now: float
     return ""
 
 
+def crashing(service: InferenceService, workloads: Iterable[Workload], now: float) -> str:
+    """What has failed to stay up for as long as progressDeadline: it crashes again and again, and may be ready between,
+    from which `overdue` counts anew. Empty when nothing has; in a pause nothing is waited for."""
+    deadline = service.spec.rollout.progress_deadline
+    if service.spec.rollout.paused:
+        return ""
+    for pod in (pod for workload in workloads for pod in workload.live):
+        down = not pod.ready and not pod.started and pod.ran < deadline.seconds
+        if down and pod.restarts >= AGAIN and now - pod.created > deadline.seconds:
+            return f"pod {pod.name} has crashed again and again for {deadline}"
+    return ""
+
+
 def next_deadline(service: InferenceService, workloads: Iterable[Workload], seen: Observed, now: float) -> float | None:
     """When something becomes overdue, or a stopping pod counts as gone, should nothing happen before."""
     limit = service.spec.rollout.progress_deadline.seconds + 1
     times = [pod.ends + OVERDUE_S for w in seen.engines for pod in w.pods if pod.ends is not None]
     times += [pod.changed + SICK_AFTER_S for pod in (seen.store.live if seen.store else ()) if not pod.ready]
+    times += [pod.changed + SICK_AFTER_S for w in (*seen.engines, *seen.routers) for pod in w.live if pod.settles(now)]
     for workload in workloads:
         times += [pod.changed + limit for pod in _not_ready(workload)]
         times += [workload.problem_since + limit] if _lacks_pods(workload) else []

@@ -12,7 +12,8 @@ any moment is just another starting point. The rules, in the order they are used
    While there is one, no pod goes for being unready: Kubernetes removes unready pods first, and might take that one.
    A role that is scaled down waits for it likewise, where too few would be left.
 3. Ready pods of a role never fall below its count minus maxUnavailable by our doing.
-4. Roles move in step: none begins step k+1 of S before all have the ready new pods of step k (the interpolation of
+4. Roles move in step, those of a new mode too, as one would take the places that the other needs: none begins step k+1
+   of S before all have the ready new pods of step k (the interpolation of
    Kubernetes KEP-766 of LeaderWorkerSet's DisaggregatedSet, with its waiting for old pods left out).
 5. One prefill and one decode pod of equal pairing stay ready at every moment, where the counts leave room for it.
    A role of one pod without surge leaves none: it waits until the other role has new pods, and then has a gap.
@@ -69,6 +70,8 @@ class _Role:
     new: Workload | None
     old: list[Workload]
     now: float
+    arrives: bool = False
+    """Roles that the service no longer has give it their places."""
 
     @property
     def ready_new(self) -> int:
@@ -80,7 +83,7 @@ class _Role:
 
     @property
     def rolling(self) -> bool:
-        return any(w.replicas > 0 for w in self.old)
+        return self.arrives or any(w.replicas > 0 for w in self.old)
 
     @property
     def ready(self) -> int:
@@ -115,6 +118,7 @@ def next_move(
     *,
     in_step: bool = True,
     routed: frozenset[str] | None = None,
+    known: frozenset[str] = frozenset(),
     lone: bool = False,
     wanted: Mapping[Component, int] | None = None,
 ) -> Move:
@@ -122,26 +126,32 @@ def next_move(
 
     `routed`: routers of another revision serve, of which it is not sure that they give new pods anything: one old pod
     of each role stays, where the counts leave room for it, of these pairings if there is one, and so do roles that the
-    service no longer has. `lone`: decode pods answer without prefill ones. `wanted`: pods that such roles had.
+    service no longer has. `known`: pairings that the routers that serve give something: of old pods, others go first.
+    `lone`: decode pods answer without prefill ones. `wanted`: pods that such roles had.
     """
-    roles = [_role(goal, workloads, now) for goal in goals]
+    present = {goal.component for goal in goals}
+    leaving = [w for w in workloads if w.component not in present]
+    roles = [_role(goal, workloads, now, arrives=bool(leaving)) for goal in goals]
     counts = {(w.component, w.revision): w.replicas for w in workloads}
     waits: list[str] = []
     wakes: list[float] = []
     step = _step(roles) if in_step else None
-    keep = _kept_pairing(roles, now, routed, lone) if routed is not None or (in_step and len(roles) > 1) else None
+    keep = (
+        _kept_pairing(roles, now, routed, known, lone) if routed is not None or (in_step and len(roles) > 1) else None
+    )
     gap = False
     for role in roles:
         cap, total = _cap(role, step)
         target = _new_count(role, cap, now)
         counts[role.goal.component, role.goal.revision] = target
-        old, forced = _old_counts(role, roles, cap, keep, now)
+        old, forced = _old_counts(role, roles, cap, keep, known, now)
         counts |= old
         gap = gap or forced
         wakes += _wake_times(role, now)
         if role.rolling or role.ready_new < role.goal.count:
             waits += _wait(role, cap, target, total, now)
-    counts |= _leaving(roles, workloads, routed is None, wanted or {}, now)
+    wakes += [at for w in leaving for at in settles(w, now)]
+    counts |= _leaving(roles, leaving, routed is None, wanted or {}, now)
     return Move(counts=counts, waits=tuple(waits), gap=gap, wake=min(wakes, default=None))
 
 
@@ -162,10 +172,10 @@ def recreate_move(goals: Sequence[Goal], workloads: Sequence[Workload], now: flo
     return Move(counts=counts, waits=waits, gap=any(w.ready for w in old), wake=min(ends, default=None))
 
 
-def _role(goal: Goal, workloads: Sequence[Workload], now: float) -> _Role:
+def _role(goal: Goal, workloads: Sequence[Workload], now: float, *, arrives: bool) -> _Role:
     mine = [w for w in workloads if w.component is goal.component]
     new = next((w for w in mine if w.revision == goal.revision), None)
-    return _Role(goal=goal, new=new, old=[w for w in mine if w is not new], now=now)
+    return _Role(goal=goal, new=new, old=[w for w in mine if w is not new], now=now, arrives=arrives)
 
 
 def _batch(goal: Goal) -> int:
@@ -217,9 +227,11 @@ def settles(workload: Workload, now: float) -> list[float]:
     return [at for at in settled if at > now]
 
 
-def _kept_pairing(roles: Sequence[_Role], now: float, routed: frozenset[str] | None, lone: bool) -> str | None:
+def _kept_pairing(
+    roles: Sequence[_Role], now: float, routed: frozenset[str] | None, known: frozenset[str], lone: bool
+) -> str | None:
     """Pairing of the old pods of which each role keeps one; None when new pods serve, or nothing does. `routed`,
-    `lone`: as of `next_move`; where routers are of others new ones do not count.
+    `known`, `lone`: as of `next_move`; where routers are of others new ones do not count.
 
     Pods that flicker count, and less than those that are ready.
     """
@@ -232,18 +244,17 @@ def _kept_pairing(roles: Sequence[_Role], now: float, routed: frozenset[str] | N
         mine = [[w for w in role if w.pairing == pairing] for role in every]
         return min(sum(w.ready for w in role) for role in mine), min(sum(w.well(now) for w in role) for role in mine)
 
-    known = sorted({w.pairing for role in every for w in role})
-    found = [one for one in known if pairs(one)[1] > 0]
+    found = [one for one in sorted({w.pairing for role in every for w in role}) if pairs(one)[1] > 0]
     if lone and routed is not None and routed.isdisjoint(found):
         decode = [role for role in roles if role.goal.component is not Component.PREFILL]
-        alone = _kept_pairing(decode, now, routed, False) if len(decode) < len(roles) else None
+        alone = _kept_pairing(decode, now, routed, known, False) if len(decode) < len(roles) else None
         if alone in routed or not found:
             return alone
-    return max(found, key=lambda one: (one in (routed or ()), pairs(one), one), default=None)
+    return max(found, key=lambda one: (one in known, one in (routed or ()), pairs(one), one), default=None)
 
 
 def _old_counts(
-    role: _Role, roles: Sequence[_Role], cap: int, keep: str | None, now: float
+    role: _Role, roles: Sequence[_Role], cap: int, keep: str | None, known: frozenset[str], now: float
 ) -> tuple[dict[tuple[Component, str], int], bool]:
     """Counts of the old workloads, and whether the last pod of a pair goes for want of room."""
     left = {w.revision: _started(w, now) for w in role.old}
@@ -253,7 +264,7 @@ def _old_counts(
     surplus = max(0, sum(left.values()) - allowed)
     spare = max(0, role.ready - max(0, goal.count - goal.max_unavailable))
     # The youngest go first: after several edits the oldest revision is the one that serves, in every role.
-    order = sorted(role.old, key=lambda w: (w.pairing == keep, -w.created, w.name))
+    order = sorted(role.old, key=lambda w: (w.pairing == keep, w.pairing in known, -w.created, w.name))
     last = {w.revision for w in role.old if keep is not None and w.pairing == keep}
     others_ready = all(r.tight or not r.rolling or r.ready_new > 0 for r in roles if r is not role)
     forced = False
@@ -302,7 +313,7 @@ def _sick(workload: Workload, now: float) -> int:
 
 def _leaving(
     roles: Sequence[_Role],
-    workloads: Sequence[Workload],
+    leaving: Sequence[Workload],
     may_leave: bool,
     wanted: Mapping[Component, int],
     now: float,
@@ -310,8 +321,6 @@ def _leaving(
     """Roles the service no longer has: kept while the new ones do not serve, unless those need their place. As many
     give way as new pods are ready, and one more, or one for each role that has no place for any: what cannot run on the
     places that it has got gets no others."""
-    stay = {role.goal.component for role in roles}
-    leaving = [w for w in workloads if w.component not in stay]
     if not leaving:
         return {}
     serving = all(
@@ -334,9 +343,10 @@ def _leaving(
     counts: dict[tuple[Component, str], int] = {}
     for workload in sorted(leaving, key=lambda w: (-_started(w, now), w.name)):
         started = _started(workload, now)
-        taken = max(0, min(waiting, started - min(least, workload.ready)))
-        waiting -= taken
-        counts[workload.component, workload.revision] = started - taken
+        taken = max(0, min(waiting, started - min(least, workload.well(now))))
+        left = reduced(workload, started - taken, now) if taken else started
+        waiting -= max(0, started - left)
+        counts[workload.component, workload.revision] = left
     return counts
 
 

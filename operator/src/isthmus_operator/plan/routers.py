@@ -112,12 +112,12 @@ def known(engines: Iterable[Workload], seen: Observed) -> bool:
 
 
 def serving(service: InferenceService, seen: Observed, now: float) -> Workload | None:
-    """The routers that requests go to until others come: those that have engines, of these those that are asked for,
-    and of these those that most are ready of."""
+    """The routers that requests go to until others come: those that have engines, of these those that are well, and of
+    these those that most are ready of. Of equals the oldest: what is asked for next does not change that."""
     able = {w.revision: has_engines(service, w, seen, now) for w in seen.routers}
     return max(
         (w for w in seen.routers if w.replicas > 0 or able[w.revision]),
-        key=lambda w: (able[w.revision], w.replicas > 0, w.ready, w.replicas, -w.created),
+        key=lambda w: (able[w.revision], w.well(now) > 0, w.ready, w.well(now), -w.created),
         default=None,
     )
 
@@ -137,14 +137,27 @@ def next_counts(service: InferenceService, to: str, seen: Observed, now: float) 
     new = seen.router_of(to)
     begun, ready = (0, 0) if new is None else (new.replicas, new.ready)
     counts[to] = target = min(count, max(0 if helper else begun, ready + 1))
-    surplus = sum(w.replicas for w in old) - max(0, count - (ready if surges(service) else target))
+    surplus = sum(w.replicas for w in old) - max(0, count - (ready if _stays(service, old, seen, now) else target))
     if helper is not None:
         counts[helper.revision] += max(0, -surplus)
     for workload in old:
         taken = min(max(0, surplus), workload.replicas)
         counts[workload.revision] -= taken
         surplus -= taken
+    if helper is not None and not helper.well(now):
+        # Nobody answers, and which of them can start is not known: each is tried.
+        counts |= {
+            w.revision: max(counts[w.revision], min(count, 1)) for w in old if has_engines(service, w, seen, now)
+        }
     return counts
+
+
+def _stays(service: InferenceService, old: Iterable[Workload], seen: Observed, now: float) -> bool:
+    """Whether an old router waits for a new one: the only one, which is to wait although rollouts have no surge, while
+    it has engines. Without, it would be in the way of the new one where a quota has room for one."""
+    if not service.spec.rollout.max_surge.is_zero:
+        return True
+    return surges(service) and any(w.replicas and has_engines(service, w, seen, now) for w in old)
 
 
 def _stand_in(service: InferenceService, revision: str, seen: Observed, now: float) -> Workload | None:
@@ -175,6 +188,12 @@ def old_pairings(service: InferenceService, goal: str, seen: Observed, now: floa
     asked = tuple(w for w in seen.routers if w.revision != goal and w.replicas > 0)
     old = serving(service, replace(seen, routers=asked), now) or _stand_in(service, goal, seen, now)
     return None if old is None else frozenset(w.pairing for w in seen.engines if _suits(old, w))
+
+
+def known_pairings(service: InferenceService, seen: Observed, now: float) -> frozenset[str]:
+    """Pairings of the engines that the routers that serve can give requests to, whatever revision these are of."""
+    best = serving(service, seen, now)
+    return frozenset(w.pairing for w in seen.engines if best is not None and _suits(best, w))
 
 
 def replaces_the_only_one(service: InferenceService, goal: str, seen: Observed, counts: dict[str, int]) -> bool:

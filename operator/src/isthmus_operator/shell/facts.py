@@ -36,7 +36,9 @@ MOST_OF_A_SERVICE = 8
 MOST_OF_A_NAMESPACE = 16
 """Requests at once: no service's pods, and no tenant's, can keep all others' from being asked."""
 MOST_BYTES = 64 * 1024
-"""Of an answer. An engine's /info has 2 KB, its /metrics 20 KB, a router's /info 300 bytes an engine."""
+"""Of an answer. An engine's /info has 2 KB, a router's 300 bytes an engine."""
+MOST_METRICS = 256 * 1024
+"""Of /metrics. An engine's have 20 KB, and four times as many with the longest name of a model in each line."""
 MOST_HEADERS = 32
 MOST_LINE = 4096
 MOST_TEXT = 256
@@ -114,7 +116,7 @@ class FactReader:
             info = _object(await self._text(f"{base}/info", pod), pod)
             if info is None:
                 return None
-            metrics = await self._text(f"{base}/metrics", pod) if load else ""
+            metrics = await self._text(f"{base}/metrics", pod, MOST_METRICS) if load else None
         try:
             facts = engine_facts(info, metrics or "")
         except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -132,7 +134,7 @@ class FactReader:
         engines = (info or {}).get("engines")
         return routable(one for one in engines if isinstance(one, dict)) if isinstance(engines, list) else None
 
-    async def _text(self, url: str, pod: Pod) -> str | None:
+    async def _text(self, url: str, pod: Pod, limit: int = MOST_BYTES) -> str | None:
         """The body of an answer; None for whatever else comes."""
         assert self._session is not None
         try:
@@ -143,12 +145,12 @@ class FactReader:
                 if answer.headers.get("Content-Encoding", "identity") != "identity":
                     _log.warning("pod %s: %s answered in an encoding that was not asked for", pod.name, url)
                     return None
-                body = await _up_to(MOST_BYTES, answer.content)
+                body = await _up_to(limit, answer.content)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             _log.debug("pod %s: %s: %s: %s", pod.name, url, type(error).__name__, error)
             return None
         if body is None:
-            _log.warning("pod %s: %s answered with more than %d bytes", pod.name, url, MOST_BYTES)
+            _log.warning("pod %s: %s answered with more than %d bytes", pod.name, url, limit)
             return None
         return body.decode(errors="replace")
 
@@ -222,8 +224,8 @@ def engine_facts(info: Mapping[str, Any], metrics: str = "") -> EngineFacts:
         usable_blocks=int(_number(kv["usable_blocks"])),
         bytes_per_block=int(_number(kv["bytes_per_block"])),
         max_model_len=int(_number(kv["max_model_len"])),
-        queued=_number(info.get("waiting", 0)),
-        kv_usage=_number(_sample(metrics, "vllm:kv_cache_usage_perc")),
+        queued=_load(info.get("waiting")),
+        kv_usage=_load(_sample(metrics, "vllm:kv_cache_usage_perc")),
         adapter_list=_line(listed["digest"]),
         adapter_problems=tuple(
             (_line(one["name"]), _line(one["problem"])) for one in listed["problems"][:MOST_PROBLEMS]
@@ -244,6 +246,10 @@ def _number(value: Any) -> float:
     return found
 
 
+def _load(value: Any) -> float | None:
+    return None if value is None else _number(value)
+
+
 def routable(engines: Iterable[Mapping[str, Any]]) -> dict[str, bool]:
     """Pod address -> whether the router may choose it, from a router's /info."""
     out = {}
@@ -255,7 +261,7 @@ def routable(engines: Iterable[Mapping[str, Any]]) -> dict[str, bool]:
     return out
 
 
-def _sample(metrics: str, name: str) -> float:
-    """The sum of a metric's samples in the Prometheus text format; 0 for none."""
+def _sample(metrics: str, name: str) -> float | None:
+    """The sum of a metric's samples in the Prometheus text format; None where there are none."""
     values = [line.rpartition(" ")[2] for line in metrics.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
-    return sum(float(value) for value in values)
+    return sum(float(value) for value in values) if values else None

@@ -33,7 +33,7 @@ MOST_OF_A_POD = 32 * 1024
 _MOST_OWNERS = 16
 _POD_STATUS = ("phase", "reason", "message", "podIP")
 _POD_CONDITION = ("type", "status", "reason", "message", "lastTransitionTime")
-_POD_CONTAINER = ("name", "ready", "started", "state", "lastState")
+_POD_CONTAINER = ("name", "ready", "started", "restartCount", "state", "lastState")
 _MOST_TEXT = 1024
 """Characters of what a container or a condition says."""
 

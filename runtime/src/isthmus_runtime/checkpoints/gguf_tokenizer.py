@@ -97,17 +97,8 @@ def read_tokenizer(meta: Mapping[str, Any], *, source: str, max_length: int) -> 
             f"{source}: tokenizer.ggml.model {model!r} is not supported; known: gpt2 (byte-level BPE), llama "
             "(SentencePiece). Fetch the original safetensors model instead"
         )
-    tokens = meta.get("tokenizer.ggml.tokens")
-    if not tokens:
-        raise WeightsError(f"{source}: tokenizer.ggml.tokens is missing")
-    types = meta.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
-    if len(types) != len(tokens):
-        raise WeightsError(f"{source}: tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
-    vocabulary = _Vocabulary(
-        source=source, tokens=tokens, types=types, ids={token: number for number, token in enumerate(tokens)}
-    )
-    if len(vocabulary.ids) != len(tokens):
-        raise WeightsError(f"{source}: tokenizer.ggml.tokens repeats {len(tokens) - len(vocabulary.ids)} tokens")
+    vocabulary = _vocabulary(meta, source)
+    tokens, types = vocabulary.tokens, vocabulary.types
     method = _METHODS[model](meta, vocabulary)
 
     ids = {role: _token_id(meta, role, len(tokens), source) for role in ("bos", "eos", "eot", "padding", "unknown")}
@@ -164,6 +155,19 @@ def read_tokenizer(meta: Mapping[str, Any], *, source: str, max_length: int) -> 
         eos=ends,
         pad=ids["padding"],
     )
+
+
+def _vocabulary(meta: Mapping[str, Any], source: str) -> _Vocabulary:
+    tokens = meta.get("tokenizer.ggml.tokens")
+    if not tokens:
+        raise WeightsError(f"{source}: tokenizer.ggml.tokens is missing")
+    types = meta.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    if len(types) != len(tokens):
+        raise WeightsError(f"{source}: tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
+    ids = {token: number for number, token in enumerate(tokens)}
+    if len(ids) != len(tokens):
+        raise WeightsError(f"{source}: tokenizer.ggml.tokens repeats {len(tokens) - len(ids)} tokens")
+    return _Vocabulary(source=source, tokens=tokens, types=types, ids=ids)
 
 
 def _byte_level_bpe(meta: Mapping[str, Any], vocabulary: _Vocabulary) -> _Method:

@@ -162,7 +162,19 @@ def start_engine(
     listed = _listed_adapters(adapters, config)
     adapter_file = None if listed is None else AdapterFileThread(listed, time.monotonic)
     grammars = None if config.executor == "fake" else cache(lambda: _grammars(config.model.path, loaded.vocab_size))
-    facts = EngineFacts(
+    facts = _facts(config, loaded, mover)
+    loop.start()
+    if adapter_file is not None:
+        adapter_file.start()
+    engine = LocalEngine(loop, sink, grammars=grammars, threads=LongLived(), adapters=adapters, listed=listed)
+    return EngineCore(
+        engine=engine, facts=facts, executor=loaded.executor, drafts=loaded.drafts, adapter_file=adapter_file
+    )
+
+
+def _facts(config: EngineConfig, loaded: Loaded, mover: _Mover) -> EngineFacts:
+    kv = loaded.plan
+    return EngineFacts(
         kv=KvInfo(
             block_size=kv.block_size,
             physical_blocks=kv.num_blocks,
@@ -178,13 +190,6 @@ def start_engine(
         task=loaded.task,
         host_pool_bytes=kv.num_blocks * kv.bytes_per_block if loaded.executor.kv_region().device == "cpu" else 0,
         rank_sums=loaded.rank_sums,
-    )
-    loop.start()
-    if adapter_file is not None:
-        adapter_file.start()
-    engine = LocalEngine(loop, sink, grammars=grammars, threads=LongLived(), adapters=adapters, listed=listed)
-    return EngineCore(
-        engine=engine, facts=facts, executor=loaded.executor, drafts=loaded.drafts, adapter_file=adapter_file
     )
 
 
@@ -242,7 +247,7 @@ def _load_fake(config: EngineConfig) -> Loaded:
     assert spec.page_bytes == config.kv.block_size * ENTRY_BYTES
     memory = config.kv.memory_bytes
     available = int((1 << 24) * config.kv.memory_fraction) if memory is None else memory
-    kv = plan_pool(config, (spec,), (available,), 8192)
+    kv = plan_pool(config, (spec,), (available,), max(8192, config.scheduler.max_model_len or 0))
     digest = layout_digest(
         model_revision=config.model.path,
         dtype="fake",
@@ -311,6 +316,7 @@ class _Mover:
         from ..transfer.factory import make_transfer, store_secret
 
         memory = replace(loaded.executor.kv_region(), layout_digest=loaded.digest)
+        assert memory.in_runs, "refused with its flags"
         settings = config.transfer
         if settings.mode == "direct" and memory.device == "cpu":
             # Within 0.4 % of the CPU time of a prompt, which is nothing beside a wrong answer.

@@ -38,13 +38,13 @@ _SAID_S = 10.0
 """How long the last words to the API process may take."""
 
 
-def runs_apart(config: EngineConfig, gpu: bool | None = None) -> bool:
-    """Whether `--api-process` makes two processes of this engine. `gpu`: whether there is one; None: look."""
+def runs_apart(config: EngineConfig) -> bool:
+    """Whether `--api-process` makes two processes of this engine: `auto` does where it will compute on a GPU."""
     if config.server.api_process != "auto":
         return config.server.api_process == "on"
     if config.executor == "fake" or config.model.device == "cpu":
         return False
-    return config.model.device == "cuda" or (any(map(Path.exists, _NVIDIA)) if gpu is None else gpu)
+    return config.model.device == "cuda" or any(map(Path.exists, _NVIDIA))
 
 
 class EngineProcess:

@@ -25,7 +25,7 @@ from ..errors import ConfigError, IsthmusError
 from ..openai.adapters import BODIES as ADAPTER_BODIES
 from ..openai.adapters import add_adapter_routes
 from ..openai.app import BODIES as OPENAI_BODIES
-from ..openai.app import ApiConfig, add_openai_routes
+from ..openai.app import ApiConfig, OpenAiApi, add_openai_routes
 from ..openai.text_prompts import ids_of_passed_on
 from ..openai.tokenizer import Tokenizer
 from ..protocol.info import EngineInfo
@@ -156,15 +156,17 @@ async def _serve_http(
     if tokenizer is not None:
         add_openai_routes(
             app,
-            backend,
-            tokenizer,
-            ApiConfig(served_names=config.model.served_names, chat=config.chat),
-            in_flight=in_flight,
-            metrics=meters.requests,
-            grammars=checker,
-            tracer=tracer,
-            memory=memory,
-            adapters=lambda: {adapter.name: adapter for adapter in engine.status().adapters},
+            OpenAiApi(
+                backend,
+                tokenizer,
+                ApiConfig(served_names=config.model.served_names, chat=config.chat),
+                in_flight=in_flight,
+                metrics=meters.requests,
+                grammars=checker,
+                tracer=tracer,
+                memory=memory,
+                adapters=lambda: {adapter.name: adapter for adapter in engine.status().adapters},
+            ),
         )
         if config.lora.folder and credentials is None:
             # Where peers know each other, changes come from the router by /internal/adapter: these ask for no key.

@@ -17,7 +17,7 @@ from ..credentials import peer_credentials
 from ..metrics import MemoryMetrics, RequestMetrics, TenantMetrics
 from ..openai.adapters import BODIES as ADAPTER_BODIES
 from ..openai.adapters import add_adapter_routes
-from ..openai.app import BODIES, ApiConfig, add_openai_routes, read_api_key
+from ..openai.app import BODIES, ApiConfig, OpenAiApi, add_openai_routes, read_api_key
 from ..openai.keys import Keys
 from ..openai.tenants_file import TenantsFile
 from ..openai.text_prompts import ids_of_passed_on
@@ -71,23 +71,25 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, api_key: str, tenan
     checker = Checker(config.model.path)
     add_openai_routes(
         app,
-        router.backend,
-        tokenizer,
-        ApiConfig(
-            served_names=config.model.served_names,
-            chat=config.chat,
-            request_timeout_s=config.request_timeout_s,
-            api_key=api_key,
-            tenants=tenants,
+        OpenAiApi(
+            router.backend,
+            tokenizer,
+            ApiConfig(
+                served_names=config.model.served_names,
+                chat=config.chat,
+                request_timeout_s=config.request_timeout_s,
+                api_key=api_key,
+                tenants=tenants,
+            ),
+            in_flight=in_flight,
+            metrics=metrics,
+            tenant_metrics=None if tenants is None else TenantMetrics(registry, config.model.served_names[0]),
+            grammars=checker,
+            tracer=tracer,
+            memory=memory,
+            adapters=lambda: router.pool.adapters,
+            takes_text=router.backend.takes_text,
         ),
-        in_flight=in_flight,
-        metrics=metrics,
-        tenant_metrics=None if tenants is None else TenantMetrics(registry, config.model.served_names[0]),
-        grammars=checker,
-        tracer=tracer,
-        memory=memory,
-        adapters=lambda: router.pool.adapters,
-        takes_text=router.backend.takes_text,
     )
     keys = Keys(api_key, tenants, time.monotonic)
     if config.lora_updates:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field
 
 from ..errors import InvalidRequest, RequestError
 from ..request import GenerateRequest, TokenLogprobs
+from .as_sent import Note, move, only
 from .messages import few_tools
 from .output import Delta
 from .problems import fields_at, object_at
@@ -67,9 +68,9 @@ class TokenCount(BaseModel):
     input_tokens: int
 
 
-def as_chat(data: Mapping[str, Any], *, counting: bool = False) -> dict[str, Any]:
-    """The body of a chat that asks for the same. InvalidRequest names the parameter as the client knows it.
-    `counting`: max_tokens may be missing."""
+def as_chat(data: Mapping[str, Any], note: Note, *, counting: bool = False) -> dict[str, Any]:
+    """The body of a chat that asks for the same; `note` is told what comes from where. InvalidRequest names the
+    parameter as the client knows it. `counting`: max_tokens may be missing."""
     given = {name: value for name, value in data.items() if value is not None}
     for name, accepted in _NEUTRAL.items():
         if name in given and given.pop(name) not in accepted:
@@ -79,22 +80,22 @@ def as_chat(data: Mapping[str, Any], *, counting: bool = False) -> dict[str, Any
     messages: list[dict[str, Any]] = []
     if "system" in given:
         messages.append({"role": "system", "content": _text(given.pop("system"), "system")})
+        note("messages[0]", "system")
     items = given.get("messages")
     if not isinstance(items, list) or not items:
         raise InvalidRequest("messages: must be a list with at least one message", param="messages")
     for i, item in enumerate(items):
-        messages += _messages(item, f"messages[{i}]")
+        messages += _messages(item, f"messages[{i}]", len(messages), note)
     given["messages"] = messages
     last = messages[-1]
     if last["role"] == "assistant" and "tool_calls" not in last and _ENDS.isdisjoint(given):
         given["continue_final_message"] = True  # what the answer begins with
-    if "stop_sequences" in given:
-        given["stop"] = given.pop("stop_sequences")
+    move(given, "stop_sequences", "stop", note)
     if "tools" in given:
         tools = given["tools"]
         if not isinstance(tools, list):
             raise InvalidRequest("tools: must be a list", param="tools")
-        given["tools"] = [_tool(t, f"tools[{i}]") for i, t in enumerate(few_tools(tools))]
+        given["tools"] = [_tool(t, f"tools[{i}]", note) for i, t in enumerate(few_tools(tools))]
     if "tool_choice" in given:
         given.update(_choice(object_at(given.pop("tool_choice"), "tool_choice")))
     if "thinking" in given:
@@ -103,6 +104,8 @@ def as_chat(data: Mapping[str, Any], *, counting: bool = False) -> dict[str, Any
         kind = thinking.get("type")
         if kind not in ("enabled", "disabled", "adaptive"):
             raise InvalidRequest(f"thinking.type: {kind!r} is not supported", param="thinking.type")
+        only(given, "thinking", "reasoning_effort")
+        note("reasoning_effort", "thinking")
         given["reasoning_effort"] = "none" if kind == "disabled" else "medium"
     return given
 
@@ -116,15 +119,18 @@ def _text(value: Any, path: str) -> str:
     texts = []
     for i, block in enumerate(value):
         where = f"{path}[{i}]"
-        if object_at(block, where).get("type") != "text" or not isinstance(block.get("text"), str):
-            raise InvalidRequest(f"{where}.type: {block.get('type')!r} is not supported; only text is", param=where)
+        if (kind := object_at(block, where).get("type")) != "text":
+            raise InvalidRequest(f"{where}.type: {kind!r} is not supported; only text is", param=f"{where}.type")
+        if not isinstance(block.get("text"), str):
+            raise InvalidRequest(f"{where}.text: must be a string", param=f"{where}.text")
         fields_at(block, where, (*_BLOCK, "text"), _TEXT_BLOCK)
         texts.append(block["text"])
     return "\n".join(texts)
 
 
-def _messages(item: Any, path: str) -> list[dict[str, Any]]:
-    """One message of theirs: the results of tools in it are messages of their own, and come first."""
+def _messages(item: Any, path: str, before: int, note: Note) -> list[dict[str, Any]]:
+    """One message of theirs, with so many of ours `before` it: the results of tools in it are messages of their own,
+    and come first."""
     role = object_at(item, path).get("role")
     if role not in ("user", "assistant"):
         raise InvalidRequest(
@@ -132,11 +138,14 @@ def _messages(item: Any, path: str) -> list[dict[str, Any]]:
         )
     content = fields_at(item, path, ("role", "content")).get("content")
     if isinstance(content, str):
+        note(f"messages[{before}]", path)
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
         raise InvalidRequest(f"{path}.content: must be a string or a list of blocks", param=f"{path}.content")
     results: list[dict[str, Any]] = []
-    texts, calls, thoughts = [], [], []
+    texts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    thoughts: list[str] = []
     for i, block in enumerate(content):
         where = f"{path}.content[{i}]"
         kind = object_at(block, where).get("type")
@@ -145,16 +154,24 @@ def _messages(item: Any, path: str) -> list[dict[str, Any]]:
         elif kind == "tool_use" and role == "assistant":
             fields_at(block, where, (*_BLOCK, "id", "name", "input"))
             function = {"name": block.get("name"), "arguments": block.get("input")}
+            at = f"messages[{before}].tool_calls[{len(calls)}]"
             calls.append({"id": block.get("id"), "type": "function", "function": function})
+            note(at, where)
+            note(f"{at}.function", where)
+            note(f"{at}.function.arguments", f"{where}.input")
         elif kind == "tool_result" and role == "user":
             result = fields_at(block, where, (*_BLOCK, "tool_use_id", "content", "is_error"))
             text = _text(result.get("content", ""), f"{where}.content")
             if result.get("is_error"):
                 text = f"Error: {text}"  # templates know no other way to tell
+            note(f"messages[{before + len(results)}]", where)
+            note(f"messages[{before + len(results)}].tool_call_id", f"{where}.tool_use_id")
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
         elif kind == "thinking" and role == "assistant":
-            fields_at(block, where, ("type", "thinking", "signature"))
-            thoughts.append(str(block.get("thinking", "")))
+            thought = fields_at(block, where, ("type", "thinking", "signature")).get("thinking", "")
+            if not isinstance(thought, str):
+                raise InvalidRequest(f"{where}.thinking: must be a string", param=f"{where}.thinking")
+            thoughts.append(thought)
         elif kind != "redacted_thinking":
             raise InvalidRequest(f"{where}.type: {kind!r} is not supported here", param=f"{where}.type")
     message: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
@@ -162,10 +179,12 @@ def _messages(item: Any, path: str) -> list[dict[str, Any]]:
         message["tool_calls"] = calls
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)
+    # Results are of the user, calls of the assistant: no message of theirs has both.
+    note(f"messages[{before + len(results)}]", path)
     return [*results, message] if texts or calls or not results else results
 
 
-def _tool(tool: Any, path: str) -> dict[str, Any]:
+def _tool(tool: Any, path: str, note: Note) -> dict[str, Any]:
     if object_at(tool, path).get("type") not in (None, "custom"):
         raise InvalidRequest(f"{path}.type: only tools of your own are supported", param=f"{path}.type")
     fields_at(tool, path, (*_BLOCK, "name", "description", "input_schema", "strict"))
@@ -175,6 +194,8 @@ def _tool(tool: Any, path: str) -> dict[str, Any]:
         "parameters": tool.get("input_schema"),
         "strict": tool.get("strict"),
     }
+    note(f"{path}.function", path)
+    note(f"{path}.function.parameters", f"{path}.input_schema")
     return {"type": "function", "function": function}
 
 
@@ -183,6 +204,8 @@ def _choice(choice: dict[str, Any]) -> dict[str, Any]:
     fields_at(choice, "tool_choice", ("type", "disable_parallel_tool_use", *(("name",) if kind == "tool" else ())))
     parallel = {"parallel_tool_calls": False} if choice.get("disable_parallel_tool_use") else {}
     if kind == "tool":
+        if not isinstance(choice.get("name"), str):
+            raise InvalidRequest("tool_choice.name: must be a string", param="tool_choice.name")
         return {"tool_choice": {"type": "function", "function": {"name": choice.get("name")}}, **parallel}
     if not isinstance(kind, str) or kind not in _CHOICES:
         raise InvalidRequest(f"tool_choice.type: {kind!r} is not supported", param="tool_choice.type")

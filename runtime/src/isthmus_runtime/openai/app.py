@@ -26,7 +26,6 @@ from ..tracing.span import NO_TRACER, Tracer
 from . import anthropic
 from .anthropic import AnthropicMessage, CountRequest, MessagesRequest, TokenCount
 from .batches import Batch
-from .bodies import json_object
 from .embeddings import Embeddings, EmbeddingsRequest, VectorRequests, plan_embeddings
 from .keys import Keys
 from .lifecycle import Lifecycle
@@ -35,7 +34,7 @@ from .planning import Planning
 from .ranking import Ranker, Ranking, RerankRequest, ScoreRequest, Scores
 from .reference import Chat, Completion, Model, ModelList
 from .responses import Response, ResponsesRequest
-from .schema import ChatRequest, CompletionRequest, chat_request
+from .schema import ChatRequest, CompletionRequest
 from .tenants_file import TenantsFile
 from .tokenizer import Tokenizer
 from .tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest, detokenized, tokenized, written
@@ -86,46 +85,8 @@ def read_api_key(path: str) -> str:
     return key
 
 
-def add_openai_routes(
-    app: FastAPI,
-    backend: Backend,
-    tokenizer: Tokenizer,
-    config: ApiConfig,
-    *,
-    in_flight: InFlight,
-    metrics: RequestMetrics | None = None,
-    tenant_metrics: TenantMetrics | None = None,
-    grammars: Checker | None = None,
-    tracer: Tracer = NO_TRACER,
-    memory: MemoryGuard | None = None,
-    adapters: Callable[[], Mapping[str, AdapterName]] = dict,
-    takes_text: Callable[[], bool] = lambda: False,
-    seeds: Callable[[], int] | None = None,
-    clock: Callable[[], float] = time.monotonic,
-    wall_clock: Callable[[], float] = time.time,
-) -> None:
-    """Add the routes under /v1/, and /tokenize and its like, to `app`.
-
-    `memory` None: it is not watched. `adapters` that may be named as the model, at present. `takes_text`: whether the
-    backend would have prompts as text, at present. `grammars` None: requests for structured output are refused.
-    `seeds` gives the seed of a request that names none: drawn here, so that prefill, decode and a recompute agree.
-    """
-    api = _Api(
-        backend,
-        tokenizer,
-        config,
-        in_flight=in_flight,
-        metrics=metrics,
-        tenant_metrics=tenant_metrics,
-        grammars=grammars,
-        tracer=tracer,
-        memory=MemoryGuard() if memory is None else memory,
-        adapters=adapters,
-        takes_text=takes_text,
-        seeds=seeds or _seed_source(),
-        clock=clock,
-        wall_clock=wall_clock,
-    )
+def add_openai_routes(app: FastAPI, api: OpenAiApi) -> None:
+    """Add the routes under /v1/, and /tokenize and its like, to `app`."""
     routes: list[tuple[str, Callable[[Call], Awaitable[None]], type[BaseModel], type[BaseModel], dict[str, Any]]]
     streamed = {"text/event-stream": {"schema": {"type": "string"}}}
     named: dict[str, Any] = {"text/event-stream": {"schema": {}}}  # of events with names
@@ -155,12 +116,9 @@ def add_openai_routes(
     app.add_api_route("/v1/models/{name:path}", api.model, tags=["openai"], responses=errors(401, 404))
 
 
-def _seed_source() -> Callable[[], int]:
-    source = random.Random()
-    return lambda: source.getrandbits(63)
+class OpenAiApi:
+    """What the routes do."""
 
-
-class _Api:
     def __init__(
         self,
         backend: Backend,
@@ -168,17 +126,22 @@ class _Api:
         config: ApiConfig,
         *,
         in_flight: InFlight,
-        metrics: RequestMetrics | None,
-        tenant_metrics: TenantMetrics | None,
-        grammars: Checker | None,
-        tracer: Tracer,
-        memory: MemoryGuard,
-        adapters: Callable[[], Mapping[str, AdapterName]],
-        takes_text: Callable[[], bool],
-        seeds: Callable[[], int],
-        clock: Callable[[], float],
-        wall_clock: Callable[[], float],
+        metrics: RequestMetrics | None = None,
+        tenant_metrics: TenantMetrics | None = None,
+        grammars: Checker | None = None,
+        tracer: Tracer = NO_TRACER,
+        memory: MemoryGuard | None = None,
+        adapters: Callable[[], Mapping[str, AdapterName]] = dict,
+        takes_text: Callable[[], bool] = lambda: False,
+        seeds: Callable[[], int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
+        """`memory` None: it is not watched. `adapters` that may be named as the model, at present. `takes_text`:
+        whether the backend would have prompts as text, at present. `grammars` None: requests for structured output are
+        refused. `seeds` gives the seed of a request that names none: drawn here, so that prefill, decode and a
+        recompute agree."""
+        memory = MemoryGuard() if memory is None else memory
         self._backend = backend
         self._config = config
         self._adapters = adapters
@@ -189,7 +152,7 @@ class _Api:
             config.served_names,
             chat=config.chat,
             timeout_s=config.request_timeout_s,
-            seeds=seeds,
+            seeds=seeds or _seed_source(),
             wall_clock=wall_clock,
             adapters=adapters,
             takes_text=takes_text,
@@ -271,8 +234,7 @@ class _Api:
         """How many tokens a request to /v1/messages has."""
 
         def count(body: bytes) -> bytes:
-            data = anthropic.as_chat(json_object(body), counting=True)
-            return written(TokenCount(input_tokens=len(self._planner.tokens(chat_request(data), special=True))))
+            return written(TokenCount(input_tokens=self._planner.count(body)))
 
         await self._requests.compute(call, count, self._most_computed(), anthropic.error_body)
 
@@ -303,3 +265,8 @@ class _Api:
 
     def _limit(self) -> int | None:
         return self._backend.max_model_len or self._tokenizer.model_limit or None
+
+
+def _seed_source() -> Callable[[], int]:
+    source = random.Random()
+    return lambda: source.getrandbits(63)

@@ -161,10 +161,15 @@ def _message(value: object, path: str, texts: TextsOfJson) -> dict[str, Any]:
         if name in ("role", "content") or field is None:
             continue
         where = f"{path}.{name}"
-        if name in ("name", "tool_call_id", "reasoning_content") and isinstance(field, str):
-            message[name] = field
-        elif name == "tool_calls" and isinstance(field, list):
-            if field and role != "assistant":
+        if name in ("name", "tool_call_id", "reasoning_content"):
+            if isinstance(field, str):
+                message[name] = field
+            else:
+                problems.append((where, f"{where}: must be a string"))
+        elif name == "tool_calls":
+            if not isinstance(field, list):
+                problems.append((where, f"{where}: must be a list"))
+            elif field and role != "assistant":
                 problems.append((where, f"{where}: only messages of the assistant have calls; remove it"))
             elif field:
                 message[name] = [_call(c, f"{where}[{i}]", texts) for i, c in enumerate(field)]
@@ -196,7 +201,7 @@ def _call(call: object, path: str, texts: TextsOfJson) -> dict[str, Any]:
         except ValueError:
             arguments = None
     if not isinstance(arguments, dict):
-        raise InvalidRequest(f"{where}: must be the text of a JSON object", param=where)
+        raise InvalidRequest(f"{where}: must be a JSON object, or the text of one", param=where)
     if least_written(arguments, MOST_IN_A_TEXT) > MOST_IN_A_TEXT:
         # As a text of it: a template writes each at once, and no other thread runs meanwhile.
         raise InvalidRequest(

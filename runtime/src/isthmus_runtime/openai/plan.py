@@ -13,6 +13,7 @@ from ..interfaces.backend import Backend
 from ..protocol.request import MANY_ALLOWED
 from ..request import AdapterName, GenerateRequest, PromptText, SamplingParams, Structure, WrittenIds
 from . import anthropic, responses
+from .as_sent import Names, made_as_chat
 from .bodies import json_object
 from .chat import Conversation
 from .conversations import Conversations
@@ -140,13 +141,22 @@ class Planner:
         """A body of /v1/responses. Raises as `chat`."""
         asked = json_object(body)
         form = partial(responses.ResponsesFormat, asked=asked)
-        return self._single(responses.as_chat(asked), "resp_", form, briefly=briefly)
+        return made_as_chat(responses.as_chat, asked, partial(self._single, "resp_", form, briefly=briefly))
 
     def messages(self, body: bytes, *, briefly: bool = False) -> Job:
         """A body of /v1/messages. Raises as `chat`."""
-        return self._single(anthropic.as_chat(json_object(body)), "msg_", anthropic.AnthropicFormat, briefly=briefly)
+        make = partial(self._single, "msg_", anthropic.AnthropicFormat, briefly=briefly)
+        return made_as_chat(anthropic.as_chat, json_object(body), make)
 
-    def _single(self, data: dict[str, Any], prefix: str, form: MakeFormat, *, briefly: bool) -> Job:
+    def count(self, body: bytes) -> int:
+        """How many tokens the prompt of a body of /v1/messages/count_tokens has. Raises InvalidRequest."""
+
+        def make(data: dict[str, Any], names: Names) -> int:
+            return len(self.tokens(chat_request(data), special=True))
+
+        return made_as_chat(partial(anthropic.as_chat, counting=True), json_object(body), make)
+
+    def _single(self, prefix: str, form: MakeFormat, data: dict[str, Any], names: Names, *, briefly: bool) -> Job:
         request = chat_request(data)
         for name, given, neutral in (
             ("n", request.n, 1),
@@ -155,7 +165,9 @@ class Planner:
         ):
             if given != neutral:
                 raise InvalidRequest(f"{name}: not supported here; remove it, or use /v1/chat/completions", param=name)
-        return self.chat_job(request, prefix, form, briefly=briefly)
+        job = self.chat_job(request, prefix, form, briefly=briefly)
+        job.structure_param = names.sent(job.structure_param)
+        return job
 
     def tokens(self, request: ChatRequest | CompletionRequest, *, special: bool) -> list[int]:
         """Ids of the prompt of a request, however long. Raises InvalidRequest."""

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from ..errors import InvalidRequest, RequestError
 from ..request import GenerateRequest, TokenLogprobs
+from .as_sent import Note, move, only
 from .bodies import least_written
 from .messages import few_tools
 from .output import Delta
@@ -67,8 +68,9 @@ class Response(BaseModel):
     """Both only with return_token_ids; in a stream in its last event."""
 
 
-def as_chat(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The body of a chat that asks for the same. InvalidRequest names the parameter as the client knows it."""
+def as_chat(data: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    """The body of a chat that asks for the same; `note` is told what comes from where. InvalidRequest names the
+    parameter as the client knows it."""
     given = {name: value for name, value in data.items() if value is not None}
     for name, accepted in _NEUTRAL.items():
         if name in given and given.pop(name) not in accepted:
@@ -79,29 +81,33 @@ def as_chat(data: Mapping[str, Any]) -> dict[str, Any]:
         if item not in _INCLUDED:
             raise InvalidRequest(f"include: {item!r} is not supported; remove it", param="include")
     messages: list[dict[str, Any]] = []
+    note("messages", "input")
     if "instructions" in given:
         messages.append({"role": "system", "content": _text(given.pop("instructions"), "instructions")})
-    messages += _messages(given.pop("input", None))
+        note("messages[0]", "instructions")
+    _add_messages(messages, given.pop("input", None), note)
     given["messages"] = messages
     if "tools" in given:
         tools = few_tools(_list(given["tools"], "tools"))
-        given["tools"] = [_tool(t, f"tools[{i}]") for i, t in enumerate(tools)]
-    choice = given.get("tool_choice")
-    if isinstance(choice, dict):
-        called = fields_at(choice, "tool_choice", ("type", "name"))
-        if called.get("type") != "function":
-            raise InvalidRequest("tool_choice.type: only function is supported", param="tool_choice.type")
-        given["tool_choice"] = {"type": "function", "function": {"name": called.get("name")}}
+        given["tools"] = [_tool(t, f"tools[{i}]", note) for i, t in enumerate(tools)]
+    if "tool_choice" in given:
+        given["tool_choice"] = _choice(given["tool_choice"])
     if "max_output_tokens" in given:
-        given["max_tokens"] = given.pop("max_output_tokens")
+        only(given, "max_output_tokens", "max_completion_tokens")
+        move(given, "max_output_tokens", "max_tokens", note)
     if "text" in given:
-        given.update(_structure(fields_at(given.pop("text"), "text", ("format",), {"verbosity": ("medium",)})))
+        text = fields_at(given.pop("text"), "text", ("format",), {"verbosity": ("medium",)})
+        if "format" in text:
+            only(given, "text.format", "response_format", "structured_outputs")
+            given["response_format"] = _structure(text["format"], note)
     if "reasoning" in given:
         # No summary is made of it: it is told as it is.
         neutral = {"summary": ("auto",), "generate_summary": ("auto",)}
         reasoning = fields_at(given.pop("reasoning"), "reasoning", ("effort",), neutral)
         if "effort" in reasoning:
+            only(given, "reasoning.effort", "reasoning_effort")
             given["reasoning_effort"] = reasoning["effort"]
+            note("reasoning_effort", "reasoning.effort")
     _check_hints(given)
     # The usage is always told.
     told = {"include_obfuscation": (False,), "include_usage": (True,)}
@@ -137,32 +143,46 @@ def _text(value: Any, name: str) -> str:
     return value
 
 
-def _tool(tool: Any, path: str) -> dict[str, Any]:
+def _tool(tool: Any, path: str, note: Note) -> dict[str, Any]:
     tool = dict(object_at(tool, path))
     if tool.pop("type", None) != "function":
         raise InvalidRequest(f"{path}.type: only function is supported", param=f"{path}.type")
+    note(f"{path}.function", path)
     return {"type": "function", "function": tool}
 
 
-def _structure(text: dict[str, Any]) -> dict[str, Any]:
-    form = text.get("format")
-    if form is None:
-        return {}
-    form = dict(object_at(form, "text.format"))
-    if form.get("type") == "json_schema":
-        kind = form.pop("type")
-        return {"response_format": {"type": kind, kind: form}}
-    return {"response_format": form}
+def _choice(choice: Any) -> Any:
+    if choice in ("none", "auto", "required"):
+        return choice
+    if not isinstance(choice, dict):
+        raise InvalidRequest(
+            'tool_choice: must be none, auto, required or {"type": "function", "name": ...}', param="tool_choice"
+        )
+    called = fields_at(choice, "tool_choice", ("type", "name"))
+    if called.get("type") != "function":
+        raise InvalidRequest("tool_choice.type: only function is supported", param="tool_choice.type")
+    return {"type": "function", "function": {"name": _text(called.get("name"), "tool_choice.name")}}
 
 
-def _messages(value: Any) -> list[dict[str, Any]]:
+def _structure(value: Any, note: Note) -> dict[str, Any]:
+    form = dict(object_at(value, "text.format"))
+    note("response_format", "text.format")
+    if form.get("type") != "json_schema":
+        return form
+    kind = form.pop("type")
+    note("response_format.json_schema.json_schema", "text.format")
+    return {"type": kind, kind: form}
+
+
+def _add_messages(messages: list[dict[str, Any]], value: Any, note: Note) -> None:
     if isinstance(value, str):
-        return [{"role": "user", "content": value}]
+        note(f"messages[{len(messages)}]", "input")
+        messages.append({"role": "user", "content": value})
+        return
     if not isinstance(value, list) or not value:
         raise InvalidRequest("input: must be a string or a list of items, not empty", param="input")
-    messages: list[dict[str, Any]] = []
     for i, item in enumerate(value):
-        path = f"input[{i}]"
+        path, at = f"input[{i}]", f"messages[{len(messages)}]"
         kind = object_at(item, path).get("type", "message")
         if kind == "message":
             fields_at(item, path, (*_ITEM, "role", "content"))
@@ -170,6 +190,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
             if isinstance(content, list):
                 content = [_part(p, f"{path}.content[{j}]") for j, p in enumerate(content)]
             messages.append({"role": item.get("role"), "content": content})
+            note(at, path)
         elif kind == "function_call":
             fields_at(item, path, (*_ITEM, "call_id", "name", "arguments"))
             call = {
@@ -177,18 +198,23 @@ def _messages(value: Any) -> list[dict[str, Any]]:
                 "type": "function",
                 "function": {"name": item.get("name"), "arguments": item.get("arguments")},
             }
-            if messages and messages[-1]["role"] == "assistant":
-                messages[-1].setdefault("tool_calls", []).append(call)
-            else:
-                messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": None})
+            calls = messages[-1].setdefault("tool_calls", [])
+            at = f"messages[{len(messages) - 1}].tool_calls[{len(calls)}]"
+            calls.append(call)
+            note(at, path)
+            note(f"{at}.id", f"{path}.call_id")
+            note(f"{at}.function", path)
         elif kind == "function_call_output":
             output = fields_at(item, path, (*_ITEM, "call_id", "output")).get("output")
             if isinstance(output, list):
                 output = [_part(p, f"{path}.output[{j}]") for j, p in enumerate(output)]
             messages.append({"role": "tool", "content": output, "tool_call_id": item.get("call_id")})
+            note(f"{at}.content", f"{path}.output")
+            note(f"{at}.tool_call_id", f"{path}.call_id")
         elif kind != "reasoning":  # reasoning of earlier turns is for servers that keep it
             raise InvalidRequest(f"{path}.type: {kind!r} is not supported", param=f"{path}.type")
-    return messages
 
 
 def _part(part: Any, path: str) -> dict[str, Any]:

@@ -93,6 +93,36 @@ class _Stream:
     attempt: str
 
 
+def _kv_plan(scenario: Scenario, blocks: int, block_size: int) -> KvPlan:
+    groups = tuple(
+        GroupPlan(
+            block_size=block_size,
+            window=window,
+            tokens_in_flight=0 if window is None else STEPS_IN_FLIGHT * scenario.budget,
+        )
+        for window in scenario.windows
+    )
+    return KvPlan(
+        num_blocks=blocks,
+        usable_blocks=blocks - 1,
+        block_size=block_size,
+        bytes_per_block=block_size * ENTRY_BYTES,
+        max_model_len=max_len_that_fits(groups, blocks - 1, scenario.max_model_len),
+        groups=groups,
+        ranks=(),
+    )
+
+
+def _scheduler_config(scenario: Scenario) -> SchedulerConfig:
+    return SchedulerConfig(
+        max_batched_tokens=scenario.budget,
+        max_step_s=scenario.max_step_s,
+        max_num_seqs=scenario.rows,
+        max_waiting=scenario.max_waiting,
+        queue_timeout_s=scenario.queue_timeout_s,
+    )
+
+
 class VirtualEngine:
     """One process, from start to crash or stop. A restart is a new `Engine` under the same name."""
 
@@ -119,62 +149,22 @@ class VirtualEngine:
         self.block_size = block_size
         self.layout = f"layout-{block_size}"
         blocks = scenario.prefill_blocks if role == "prefill" else scenario.decode_blocks
+        plan = _kv_plan(scenario, blocks, block_size)
         self.mode = scenario.mode
         step_s = scenario.step_s * (1.0 if role == "prefill" else scenario.decode_slower)
         self.executor = VirtualExecutor(clock, blocks, block_size, self.layout, step_s, scenario.windows)
         self.published: deque[BlockEvent] = deque(maxlen=4096)
-        groups = tuple(
-            GroupPlan(
-                block_size=block_size,
-                window=window,
-                tokens_in_flight=0 if window is None else STEPS_IN_FLIGHT * scenario.budget,
-            )
-            for window in scenario.windows
-        )
         self.pool = BlockPool(
-            blocks, num_groups=len(groups), prefix_caching=scenario.prefix_caching, events=self.published
-        )
-        plan = KvPlan(
-            num_blocks=blocks,
-            usable_blocks=blocks - 1,
-            block_size=block_size,
-            bytes_per_block=block_size * ENTRY_BYTES,
-            max_model_len=max_len_that_fits(groups, blocks - 1, scenario.max_model_len),
-            groups=groups,
-            ranks=(),
-        )
-        config = SchedulerConfig(
-            max_batched_tokens=scenario.budget,
-            max_step_s=scenario.max_step_s,
-            max_num_seqs=scenario.rows,
-            max_waiting=scenario.max_waiting,
-            queue_timeout_s=scenario.queue_timeout_s,
+            blocks, num_groups=len(plan.groups), prefix_caching=scenario.prefix_caching, events=self.published
         )
         self.scheduler = Scheduler(
-            config,
-            plan,
-            self.pool,
-            layout_digest=self.layout,
-            recompute=scenario.recompute,
+            _scheduler_config(scenario), plan, self.pool, layout_digest=self.layout, recompute=scenario.recompute
         )
         self.backend = connect(self)
         self.backend.prepare(self.executor.kv_region(), 1.0)
         self.agents: list[TransferAgent] = []
-        transfer = TransferConfig(mode=scenario.mode, timeout_s=scenario.transfer_timeout_s)
-
-        def handoff(notify: Callable[[HandoffEvent], None]) -> KvHandoff:
-            def checked(event: HandoffEvent) -> None:
-                if isinstance(event, Received) and event.record.attempt != event.attempt:
-                    raise Violation(f"attempt {event.attempt} took the record of attempt {event.record.attempt}")
-                notify(event)
-
-            agent = TransferAgent(
-                self.backend, self.executor.kv_region(), transfer, checked, clock.time, epoch=self.epoch
-            )
-            self.agents.append(agent)
-            return agent
-
-        self.loop = EngineLoop(self.scheduler, self.executor, self._sink, handoff=handoff, clock=clock.time)
+        self._transfer = TransferConfig(mode=scenario.mode, timeout_s=scenario.transfer_timeout_s)
+        self.loop = EngineLoop(self.scheduler, self.executor, self._sink, handoff=self._handoff, clock=clock.time)
         self.orphans: dict[str, float] = {}
         """Attempts that hold blocks though their request has ended, and since when."""
         self._streams: dict[str, _Stream] = {}
@@ -183,6 +173,19 @@ class VirtualEngine:
         """Ids whose last reply is out."""
         self._timer: float | None = None
         self._burst = (0.0, 0)
+
+    def _handoff(self, notify: Callable[[HandoffEvent], None]) -> KvHandoff:
+        """The loop's transfer agent, whose events are checked on their way."""
+
+        def checked(event: HandoffEvent) -> None:
+            if isinstance(event, Received) and event.record.attempt != event.attempt:
+                raise Violation(f"attempt {event.attempt} took the record of attempt {event.record.attempt}")
+            notify(event)
+
+        region, clock = self.executor.kv_region(), self.clock.time
+        agent = TransferAgent(self.backend, region, self._transfer, checked, clock, epoch=self.epoch)
+        self.agents.append(agent)
+        return agent
 
     @property
     def agent(self) -> TransferAgent:

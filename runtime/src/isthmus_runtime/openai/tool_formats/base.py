@@ -160,9 +160,12 @@ class ToolParser:
                 arguments = _loads(arguments)
             if not isinstance(arguments, dict):
                 return None
-            return ToolCall(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
-        except (ValueError, RecursionError):  # a number may be too large to be anything but infinity
+            written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+            written.encode()
+        except (ValueError, RecursionError):
+            # A number may be too large to be anything but infinity, and escapes may be half of a surrogate pair.
             return None
+        return ToolCall(name, written)
 
     # ----------------------------------------------------------------------------------------------------- internals
 
