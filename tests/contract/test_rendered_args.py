@@ -35,7 +35,6 @@ FULL: dict[str, Any] = {
             "memory": "1.5Gi",
             "numBlocksOverride": 200,
             "prefixCaching": False,
-            "layout": "LayerMajor",
         },
         "speculative": {"method": "NGram", "tokens": 4},
         "extraArgs": {"executor": "fake"},
@@ -111,7 +110,7 @@ def test_every_setting_arrives_at_the_engine() -> None:
     assert decode.kv.block_size == prefill.kv.block_size == 32
     assert decode.kv.memory_bytes == 3 * 2**29
     assert decode.kv.num_blocks_override == 200
-    assert (decode.kv.dtype, decode.kv.layout, decode.kv.prefix_caching) == ("float32", "layer-major", False)
+    assert (decode.kv.dtype, decode.kv.layout, decode.kv.prefix_caching) == ("float32", "block-major", False)
     assert (prefill.kv.memory_bytes, prefill.kv.memory_fraction) == (None, 0.25)
     assert (prefill.scheduler.max_batched_tokens, decode.scheduler.max_batched_tokens) == (2048, 1024)
     assert (prefill.scheduler.max_step_s, decode.scheduler.max_step_s) == (1.0, 0.15)

@@ -44,10 +44,10 @@ def model() -> Path:
 
 @pytest.fixture(scope="module")
 def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What one engine without a cache of prefixes answers to one request at a time."""
+    """What one engine without a cache of prefixes, and with its KV in another layout, answers to one at a time."""
     port = free_port()
     argv = [str(BIN / "isthmus-runtime"), "serve", "--role", "unified", "--port", str(port), "--model", str(model)]
-    argv += ["--served-model-name", "test", "--no-prefix-caching", *ARGS]
+    argv += ["--served-model-name", "test", "--no-prefix-caching", "--kv-layout", "layer-major", *ARGS]
     process = Process("unified", argv, tmp_path_factory.mktemp("unified") / "log").start()
     try:
         url = f"http://127.0.0.1:{port}"

@@ -176,3 +176,21 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     )
     assert shown.stdout == "apiVersion: networking.k8s.io/v1\n"
     assert "Traceback" not in shown.stderr
+
+
+def test_a_run_folder_that_is_a_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (there := tmp_path / "file").write_text("")
+    model = tmp_path / "model"
+    model.mkdir()
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        port = holder.getsockname()[1]
+    assert main(["up", str(DIRECT), "--model", str(model), "--run-dir", str(there), "--port", str(port)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("isthmus up: ") and str(there) in error and error.count("\n") == 1
+
+
+def test_a_terminal_of_few_letters_shows_the_others_as_numbers() -> None:
+    out = io.TextIOWrapper(written := io.BytesIO(), encoding="ascii")
+    Console(out, quiet=False).log("router", "café 中")
+    assert written.getvalue() == b"router     | caf\\xe9 \\u4e2d\n"

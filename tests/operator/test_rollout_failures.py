@@ -434,7 +434,7 @@ def test_restarts_when_a_pod_began_are_not_held_against_it(changes: dict[str, An
     bad = set(revisions(new).values())
     step(new, world, 4)
     world.now += HOUR
-    down: dict[str, Any] = {"ready": False, "started": False, "restarts": 3, "ran": 20.0, "changed": world.now - 1}
+    down: dict[str, Any] = {"ready": False, "started": False, "restarts": 3, "ran": 20.0, "changed": world.now - 50}
     with_pods(world, lambda pod: pod.revision in bad, **down | changes)
     assert plan(new, world.seen, world.now).state is Rollout.ROLLING
     with_pods(world, lambda pod: pod.revision in bad, **down)

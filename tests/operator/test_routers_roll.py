@@ -275,3 +275,35 @@ def test_the_last_of_a_mode_stays_though_it_flickers(changes: dict[str, Any], un
     for _ in range(20):
         step(new, world)
         assert someone(world)
+
+
+@pytest.mark.parametrize(("workers", "pairs"), [(3, 2), (3, 3), (4, 4), (4, 6)])
+def test_roles_of_a_mode_that_has_no_room_for_all_share_what_there_is(workers: int, pairs: int) -> None:
+    """Prefill does not take every place."""
+    surge = {"maxSurge": 0, "maxUnavailable": 1}
+    old, new = in_mode(True, workers, **surge), in_mode(False, pairs, **surge)
+    world = settled(old)
+    world.places = workers
+    for _ in range(120):
+        step(new, world)
+        assert someone(world)
+    assert sum(w.ready for w in world.seen.engines if w.component is not Component.WORKER) >= 2
+    world.places = 2 * pairs
+    assert_done(new, run(new, world))
+
+
+@pytest.mark.parametrize("surge", [0, 1])
+@pytest.mark.parametrize(("prefills", "decodes"), [(3, 1), (2, 2), (1, 3)])
+def test_a_mode_of_unlike_roles_comes_on_the_places_of_the_one_before(prefills: int, decodes: int, surge: int) -> None:
+    rollout = {"maxSurge": surge, "maxUnavailable": 1 - surge}
+    old = in_mode(True, 4, **rollout)
+    new = service(
+        1,
+        p=prefills,
+        d=decodes,
+        model={"source": {"hostPath": {"path": "/models/a"}}},
+        router={"replicas": 2},
+        rollout={"progressDeadline": "60s", **rollout},
+    )
+    world = settled(old, places=4)
+    assert_done(new, run(new, world, check=lambda world: someone(world) or pytest.fail("nobody answers")))

@@ -295,6 +295,12 @@ def test_unified_mode_has_one_role_and_moves_nothing(changes: dict[str, Any], pa
     assert [problem.path for problem in problems(with_values(base("Unified"), changes))] == [path]
 
 
+def test_only_what_moves_no_blocks_may_scatter_them() -> None:
+    scattered = {"spec/engine": {"kvCache": {"layout": "LayerMajor"}}}
+    parse(with_values(base("Unified"), scattered))
+    assert [problem.path for problem in problems(with_values(base(), scattered))] == ["spec.engine.kvCache.layout"]
+
+
 def test_all_problems_come_at_once_whatever_their_kind() -> None:
     manifest = with_values(
         base(),

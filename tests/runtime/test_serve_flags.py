@@ -48,6 +48,15 @@ def problems(argv: list[str]) -> tuple[str, ...]:
         ([*ROUTER, "--decode", "h:99999"], "--decode", "1 to 65535"),
         ([*ROUTER, "--decode", "h:\u00b2"], "--decode", "1 to 65535"),
         ([*ROUTER, "--worker", "h:1", "--request-timeout", "9999999h"], "--request-timeout", "up to"),
+        ([*UNIFIED, "--api-key-file", "f"], "--api-key-file", "--role router --worker"),
+        ([*UNIFIED, "--page", "off"], "--page", "not by --role unified"),
+        ([*ROUTER, "--worker", "h:1", "--max-model-len", "9"], "--max-model-len", "engines alone"),
+        ([*ROUTER, "--worker", "h:1", "--transfer-crc"], "--transfer-crc", "engines alone"),
+        (
+            ["--role", "decode", "--model", "m", "--transfer-mode", "direct", "--kv-layout", "layer-major"],
+            "--kv-layout",
+            "use block-major",
+        ),
     ],
 )
 def test_each_problem_names_the_flag_and_the_limit(argv: list[str], flag: str, says: str) -> None:

@@ -76,6 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # `isthmus render FILE | head`: the reader has seen enough. Python would complain again at exit.
         sys.stderr.close()
         return 0
+    except OSError as error:
+        # A run folder that is a file, a full disk: the system says which, and why.
+        print(f"isthmus {arguments.command}: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

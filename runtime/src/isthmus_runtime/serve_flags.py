@@ -224,11 +224,28 @@ def parse_serve(argv: Sequence[str]) -> EngineConfig | RouterConfig:
         config = _router(args, read, server, model, chat)
     else:
         config = _engine(args, read, role, server, model, chat)
+    read.problems += _of_another_role(args, role)
     if not all(name.strip() for name in model.served_names):
         read.problems.append("--served-model-name '' is empty, and so is the last part of --model; give a name")
     if read.problems:
         raise ConfigError(read.problems)
     return config
+
+
+def _of_another_role(args: argparse.Namespace, role: Role) -> list[str]:
+    """A problem for each flag that was given and is not for this role: who asks for a key, say, relies on it."""
+    of_router = role is Role.ROUTER
+    others = argparse.ArgumentParser(add_help=False)
+    for add in (_add_engine_flags, _add_transfer_flags) if of_router else (_add_router_flags,):
+        add(others.add_argument_group())
+    readers, fix = "engines", "remove it here"
+    if not of_router:
+        readers, fix = "--role router", "put a router in front (--role router --worker HOST:PORT), and give it there"
+    return [
+        f"--{name.replace('_', '-')} is read by {readers} alone, not by --role {role.value}: {fix}"
+        for name, default in vars(others.parse_args([])).items()
+        if getattr(args, name) != default
+    ]
 
 
 def _router(
@@ -354,6 +371,11 @@ def _refuse_together(
     against[f"--tensor-parallel-size {ranks}"] = ranks > 1
     if args.speculative_model:
         read.problems += [f"--speculative-model does not go with {flag}" for flag, given in against.items() if given]
+    if args.kv_layout != "block-major" and transfer.mode != "none":
+        read.problems.append(
+            f"--kv-layout {args.kv_layout} does not go with --transfer-mode {transfer.mode}: it scatters a block over "
+            "all layers, and a transfer moves blocks as one run; use block-major"
+        )
     if ranks > 1 and transfer.mode != "none":
         read.problems.append(
             f"--tensor-parallel-size {ranks} does not go with --transfer-mode {transfer.mode}: only the first rank's "

@@ -515,10 +515,12 @@ def test_what_a_hub_says_of_itself_is_not_believed(tmp_path: Path) -> None:
         done = fetch("hf://owner/tiny", str(tmp_path / "m"), env={"HF_ENDPOINT": hub.url})
         assert done.returncode == 1 and "model-00002.safetensors has SHA-256" in done.stderr
         assert not (tmp_path / "m").exists()
-        hub.digests, hub.blobs["config.json"] = {}, "0" * 40
-        done = fetch("hf://owner/tiny", str(tmp_path / "m"), env={"HF_ENDPOINT": hub.url})
-        assert done.returncode == 1 and f"config.json is {git_blob(WANTED['config.json'])} to git" in done.stderr
-        assert not (tmp_path / "m").exists()
+        hub.digests = {}
+        for there, here in (("config.json", "config.json"), ("1_Pooling/config.json", "1_Pooling.json")):
+            hub.blobs = {there: "0" * 40}
+            done = fetch("hf://owner/tiny", str(tmp_path / "m"), env={"HF_ENDPOINT": hub.url})
+            assert done.returncode == 1 and f"{here} is {git_blob(WHOLE[here])} to git" in done.stderr
+            assert not (tmp_path / "m").exists()
 
 
 @pytest.mark.slow

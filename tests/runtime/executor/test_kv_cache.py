@@ -121,11 +121,11 @@ def test_layout_digest_tells_layouts_apart() -> None:
     )
 
 
-def test_layer_major_cannot_be_transferred() -> None:
+@pytest.mark.parametrize(("layout", "in_runs"), [("block-major", True), ("layer-major", False)])
+def test_memory_says_whether_a_block_is_one_run(layout: str, in_runs: bool) -> None:
     specs = specs_of(None)
-    cache = KvCache(plan_of(specs, 3), specs, torch.float32, "layer-major", CpuDevice())
-    with pytest.raises(ConfigError, match=r"--kv-layout layer-major .*block-major"):
-        cache.memory()
+    memory = KvCache(plan_of(specs, 3), specs, torch.float32, layout, CpuDevice()).memory()
+    assert (memory.in_runs, memory.num_blocks, memory.device) == (in_runs, 3, "cpu")
 
 
 def test_unknown_layout_is_refused() -> None:

@@ -95,6 +95,12 @@ def test_a_pool_of_a_given_size_stays_as_it_is(flag: str, tmp_path: Path) -> Non
     assert len(card.pools) == 1
 
 
+def test_requests_longer_than_the_model_are_refused_at_the_start(tmp_path: Path) -> None:
+    start(tmp_path, Card(ASIDE), "--max-model-len=256")
+    with pytest.raises(ConfigError, match=r"--max-model-len 257 is more than the 256 positions .* give 256 or less"):
+        start(tmp_path, Card(ASIDE), "--max-model-len=257")
+
+
 def test_what_others_take_meanwhile_is_told_and_served_beside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         start(tmp_path, card := Card(ASIDE, 200 * MIB, 512 * MIB))

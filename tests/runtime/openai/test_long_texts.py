@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import random
+import resource
 import signal
 import threading
 from collections.abc import Iterator
@@ -279,6 +280,21 @@ def test_it_ends_with_whom_it_works_for_and_holds_nothing_of_it_open() -> None:
     process.close.detach()
     for descriptor in (process._in, process._out, process._told):
         os.close(descriptor)
+
+
+def test_a_process_that_was_made_among_many_connections_works(texts: LongTexts) -> None:
+    texts.close()
+    wanted, (soft, hard) = 1200, resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < wanted + 200:
+        pytest.skip(f"only {hard} descriptors are allowed here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted + 200), hard))
+    held = [os.dup(0) for _ in range(wanted)]  # more than select(2) takes
+    try:
+        assert texts.encode("the quick brown fox", by=0)[0] == len(LIBRARY.encode("the quick brown fox").ids)
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_one_that_is_killed_says_so(texts: LongTexts, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,8 +24,10 @@ from isthmus_runtime.router.policy import (
 
 
 def endpoints(role):
-    one = st.tuples(st.sampled_from("ab"), st.sampled_from(["direct", "store", "none"]))
-    return st.lists(one, max_size=4).map(lambda kinds: [Endpoint(f"{role}{i}", f, m) for i, (f, m) in enumerate(kinds)])
+    one = st.tuples(st.sampled_from("ab"), st.sampled_from(["direct", "store", "none"]), st.sampled_from([0, 15, 99]))
+    return st.lists(one, max_size=4).map(
+        lambda kinds: [Endpoint(f"{role}{i}", f, m, max_model_len=most) for i, (f, m, most) in enumerate(kinds)]
+    )
 
 
 loads_strategy = st.dictionaries(
@@ -70,13 +72,16 @@ def test_every_choice_is_lawful(prefill, decode, loads, rules, prompt, turn, exc
         for p in givers
         for d in takers
         if (p.fingerprint, p.mode) == (d.fingerprint, d.mode) != (d.fingerprint, "none")
+        and (not p.max_model_len or prompt < p.max_model_len)
     ]
+    too_long = bool(prefill) and all(0 < p.max_model_len <= prompt for p in prefill)
     if isinstance(got, Refusal):
         if got is Refusal.NO_DECODE:
             assert not takers
         else:
             assert takers and not pairs and not rules.local_without_prefill and prompt > rules.disaggregate_above
-            assert (got is Refusal.NO_PREFILL) == (not givers)
+            assert (got is Refusal.LONG_PROMPT) == too_long
+            assert too_long or (got is Refusal.NO_PREFILL) == (not givers)
         return
     assert got.decode in takers
     if prompt <= rules.disaggregate_above:
@@ -84,7 +89,8 @@ def test_every_choice_is_lawful(prefill, decode, loads, rules, prompt, turn, exc
     elif pairs:
         assert (got.prefill, got.decode) in pairs and got.reason is Reason.PAIR
     else:
-        assert rules.local_without_prefill and (got.prefill, got.reason) == (None, Reason.NO_PREFILL)
+        reason = Reason.LONG_PROMPT if too_long else Reason.NO_PREFILL
+        assert rules.local_without_prefill and (got.prefill, got.reason) == (None, reason)
     if rules.policy is PolicyName.LEAST_LOAD:
         rivals = {d for _, d in pairs} if got.reason is Reason.PAIR else set(takers)
         zero = Load()

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 import aiohttp
 import pytest
 
-from isthmus_runtime.errors import EngineFailed, Overloaded
+from isthmus_runtime.errors import EngineFailed, NeverFits, Overloaded
 from isthmus_runtime.router import resolving
 from isthmus_runtime.router.passed_on import OwnTokenizer
 from isthmus_runtime.router.resolving import resolve_all
@@ -242,6 +242,31 @@ def test_shortest_limit_counts(rig, run, kit):
         prefill.max_model_len, a.max_model_len, b.max_model_len = 10, 4096, 2048
         async with rig(prefill, a, b) as r:
             assert r.backend.max_model_len == 2048
+
+    run(main())
+
+
+@pytest.mark.parametrize("setting", ["local", "reject"])
+def test_no_prefill_engine_gets_a_prompt_that_is_too_long_for_it(rig, run, kit, setting):
+    """It was computed after a failed try at each, or failed as the service's own fault."""
+
+    async def main():
+        short, long, decode = kit.Engine("prefill"), kit.Engine("prefill"), kit.Engine("decode")
+        short.max_model_len, long.max_model_len = 50, 101
+        async with rig(short, long, decode, on_prefill_unavailable=setting) as r:
+            for number in range(4):
+                await kit.collect(r.backend, kit.request(range(100), request_id=f"r{number}"))
+            assert (len(short.prefills), len(long.prefills)) == (0, 4)
+            await kit.collect(r.backend, kit.request(range(49), request_id="short"))
+            assert len(short.prefills) + len(long.prefills) == 5
+            if setting == "local":
+                chunks = await kit.collect(r.backend, kit.request(range(101)))
+                assert chunks[0].note == "local"
+                assert r.metric('isthmus_router_choices_total{model_name="m",reason="long-prompt"}') == 1
+            else:
+                with pytest.raises(NeverFits, match="has 101 tokens, but prefill engines take 100 at most"):
+                    await kit.collect(r.backend, kit.request(range(101)))
+            assert len(short.prefills) + len(long.prefills) == 5 and r.backend.ready() == ""
 
     run(main())
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ..errors import Problem
 from . import pod_patch
 from .adapter_rules import adapters
-from .choices import Enforcement, Fallback, Mode, ScalingMode, TransferMode, Transport
+from .choices import Enforcement, Fallback, KvLayout, Mode, ScalingMode, TransferMode, Transport
 from .problems import show
 from .scaling_rules import ratio
 from .spec import KvMemory, Role, Spec
@@ -166,6 +166,17 @@ def _extra_args_are_extra(spec: Spec) -> Iterator[Problem]:
                 "flags that have no field",
                 "use the field of that name, or remove it",
             )
+
+
+def _kv_layout(spec: Spec) -> Iterator[Problem]:
+    if spec.mode is not Mode.UNIFIED and spec.engine.kv_cache.layout is not KvLayout.BLOCK_MAJOR:
+        yield Problem(
+            "spec.engine.kvCache.layout",
+            f"{spec.engine.kv_cache.layout.value} scatters a block over all layers, and mode {spec.mode.value} moves "
+            "blocks as one run",
+            KvLayout.BLOCK_MAJOR.value,
+            "remove it",
+        )
 
 
 def _kv_size(spec: Spec) -> Iterator[Problem]:
@@ -371,6 +382,7 @@ RULES: tuple[Rule, ...] = (
     Rule(_ranks, reads=("roles",), asks_for=("mode", "engine.parallelism.tensor")),
     Rule(_extra_args_are_extra, reads=("engine.extraArgs", "router.extraArgs")),
     Rule(_kv_size, reads=("engine.kvCache", "roles"), asks_for=("engine.maxModelLen",)),
+    Rule(_kv_layout, asks_for=("mode", "engine.kvCache.layout")),
     Rule(_scaling, reads=("roles",)),
     Rule(ratio, reads=("scalingPolicy", "roles"), asks_for=("mode",)),
     Rule(_requests_within_limits, reads=("roles", "router.resources", "store.master")),

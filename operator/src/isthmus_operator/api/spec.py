@@ -67,7 +67,8 @@ class KvCache(KvMemory):
     prefix_caching: bool = True
     """Whether finished blocks are kept and shared by prompts with the same beginning."""
     layout: KvLayout = KvLayout.BLOCK_MAJOR
-    """Order in memory. BlockMajor makes one block one contiguous fragment, which transfers fastest."""
+    """Order in memory. BlockMajor makes one block one contiguous fragment, as transfers need it; LayerMajor goes with
+    mode Unified alone."""
 
 
 class EngineTuning(Block):

@@ -15,6 +15,7 @@ class Console:
         self._quiet = quiet
         self._colours: dict[str, int] = {}
         self._tty = out.isatty()
+        self._encoding = out.encoding or "utf-8"
         self._gone = False
 
     def say(self, text: str) -> None:
@@ -34,6 +35,8 @@ class Console:
     def _write(self, text: str) -> None:
         if self._gone:
             return
+        # What a pod logs is to end no terminal that cannot show it.
+        text = text.encode(self._encoding, "backslashreplace").decode(self._encoding)
         try:
             self._out.write(text + "\n")
             self._out.flush()

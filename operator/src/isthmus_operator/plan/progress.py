@@ -124,7 +124,7 @@ def crashing(service: InferenceService, workloads: Iterable[Workload], now: floa
     if service.spec.rollout.paused:
         return ""
     for pod in (pod for workload in workloads for pod in workload.live):
-        down = not pod.ready and not pod.flickers(now) and pod.ran < deadline.seconds
+        down = not pod.ready and not pod.started and pod.ran < deadline.seconds
         if down and pod.restarts >= AGAIN and now - pod.created > deadline.seconds:
             return f"pod {pod.name} has crashed again and again for {deadline}"
     return ""

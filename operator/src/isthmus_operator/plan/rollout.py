@@ -12,7 +12,8 @@ any moment is just another starting point. The rules, in the order they are used
    While there is one, no pod goes for being unready: Kubernetes removes unready pods first, and might take that one.
    A role that is scaled down waits for it likewise, where too few would be left.
 3. Ready pods of a role never fall below its count minus maxUnavailable by our doing.
-4. Roles move in step: none begins step k+1 of S before all have the ready new pods of step k (the interpolation of
+4. Roles move in step, those of a new mode too, as one would take the places that the other needs: none begins step k+1
+   of S before all have the ready new pods of step k (the interpolation of
    Kubernetes KEP-766 of LeaderWorkerSet's DisaggregatedSet, with its waiting for old pods left out).
 5. One prefill and one decode pod of equal pairing stay ready at every moment, where the counts leave room for it.
    A role of one pod without surge leaves none: it waits until the other role has new pods, and then has a gap.
@@ -69,6 +70,8 @@ class _Role:
     new: Workload | None
     old: list[Workload]
     now: float
+    arrives: bool = False
+    """Roles that the service no longer has give it their places."""
 
     @property
     def ready_new(self) -> int:
@@ -80,7 +83,7 @@ class _Role:
 
     @property
     def rolling(self) -> bool:
-        return any(w.replicas > 0 for w in self.old)
+        return self.arrives or any(w.replicas > 0 for w in self.old)
 
     @property
     def ready(self) -> int:
@@ -126,7 +129,9 @@ def next_move(
     service no longer has. `known`: pairings that the routers that serve give something: of old pods, others go first.
     `lone`: decode pods answer without prefill ones. `wanted`: pods that such roles had.
     """
-    roles = [_role(goal, workloads, now) for goal in goals]
+    present = {goal.component for goal in goals}
+    leaving = [w for w in workloads if w.component not in present]
+    roles = [_role(goal, workloads, now, arrives=bool(leaving)) for goal in goals]
     counts = {(w.component, w.revision): w.replicas for w in workloads}
     waits: list[str] = []
     wakes: list[float] = []
@@ -145,9 +150,8 @@ def next_move(
         wakes += _wake_times(role, now)
         if role.rolling or role.ready_new < role.goal.count:
             waits += _wait(role, cap, target, total, now)
-    present = {goal.component for goal in goals}
-    wakes += [at for w in workloads if w.component not in present for at in settles(w, now)]
-    counts |= _leaving(roles, workloads, routed is None, wanted or {}, now)
+    wakes += [at for w in leaving for at in settles(w, now)]
+    counts |= _leaving(roles, leaving, routed is None, wanted or {}, now)
     return Move(counts=counts, waits=tuple(waits), gap=gap, wake=min(wakes, default=None))
 
 
@@ -168,10 +172,10 @@ def recreate_move(goals: Sequence[Goal], workloads: Sequence[Workload], now: flo
     return Move(counts=counts, waits=waits, gap=any(w.ready for w in old), wake=min(ends, default=None))
 
 
-def _role(goal: Goal, workloads: Sequence[Workload], now: float) -> _Role:
+def _role(goal: Goal, workloads: Sequence[Workload], now: float, *, arrives: bool) -> _Role:
     mine = [w for w in workloads if w.component is goal.component]
     new = next((w for w in mine if w.revision == goal.revision), None)
-    return _Role(goal=goal, new=new, old=[w for w in mine if w is not new], now=now)
+    return _Role(goal=goal, new=new, old=[w for w in mine if w is not new], now=now, arrives=arrives)
 
 
 def _batch(goal: Goal) -> int:
@@ -309,7 +313,7 @@ def _sick(workload: Workload, now: float) -> int:
 
 def _leaving(
     roles: Sequence[_Role],
-    workloads: Sequence[Workload],
+    leaving: Sequence[Workload],
     may_leave: bool,
     wanted: Mapping[Component, int],
     now: float,
@@ -317,8 +321,6 @@ def _leaving(
     """Roles the service no longer has: kept while the new ones do not serve, unless those need their place. As many
     give way as new pods are ready, and one more, or one for each role that has no place for any: what cannot run on the
     places that it has got gets no others."""
-    stay = {role.goal.component for role in roles}
-    leaving = [w for w in workloads if w.component not in stay]
     if not leaving:
         return {}
     serving = all(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -76,12 +76,13 @@ def fetch(
         for name in nested:
             (folder / name).replace(folder / NESTED[name])
             names.append(NESTED[name])
+        expected, blobs = _as_named_here(listing.sha256), _as_named_here(listing.blobs)
         for path in folder.iterdir():
             if path.name not in names:
                 # Of an earlier try, when the revision was another commit.
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         try:
-            record_files(folder, origin, commit=listing.commit, expected=listing.sha256, blobs=listing.blobs)
+            record_files(folder, origin, commit=listing.commit, expected=expected, blobs=blobs)
         except WeightsError:
             shutil.rmtree(folder)
             raise
@@ -98,6 +99,11 @@ class _Listing:
     """Of large files."""
     blobs: dict[str, str]
     """Of the others, git's names for what is in them, as far as a mirror says them."""
+
+
+def _as_named_here(told: Mapping[str, str]) -> dict[str, str]:
+    """What is told of files, by the names that they have in a model's folder."""
+    return {**told, **{here: told[there] for there, here in NESTED.items() if there in told}}
 
 
 def _ask_listing(repo: str, revision: str, token: str | None) -> _Listing:

@@ -247,7 +247,7 @@ def _load_fake(config: EngineConfig) -> Loaded:
     assert spec.page_bytes == config.kv.block_size * ENTRY_BYTES
     memory = config.kv.memory_bytes
     available = int((1 << 24) * config.kv.memory_fraction) if memory is None else memory
-    kv = plan_pool(config, (spec,), (available,), 8192)
+    kv = plan_pool(config, (spec,), (available,), max(8192, config.scheduler.max_model_len or 0))
     digest = layout_digest(
         model_revision=config.model.path,
         dtype="fake",
@@ -316,6 +316,7 @@ class _Mover:
         from ..transfer.factory import make_transfer, store_secret
 
         memory = replace(loaded.executor.kv_region(), layout_digest=loaded.digest)
+        assert memory.in_runs, "refused with its flags"
         settings = config.transfer
         if settings.mode == "direct" and memory.device == "cpu":
             # Within 0.4 % of the CPU time of a prompt, which is nothing beside a wrong answer.

@@ -120,12 +120,7 @@ class KvCache:
         return self._bytes.view(dtype).as_strided((self.num_blocks, *page), strides, offset // dtype.itemsize)
 
     def memory(self) -> KvRegion:
-        """The pool as plain memory, for a transport. ConfigError when a block is not one run."""
-        if self.layout != "block-major":
-            raise ConfigError(
-                f"--kv-layout {self.layout} scatters a block over all layers, and a transfer moves blocks as one run; "
-                "use --kv-layout block-major with --transfer-mode direct or store"
-            )
+        """The pool as plain memory."""
         return KvRegion(
             base=self._bytes.data_ptr(),
             num_blocks=self.num_blocks,
@@ -134,6 +129,7 @@ class KvCache:
             layout_digest=self._digest,
             rank=self._rank,
             device=self._device,
+            in_runs=self.layout == "block-major",
         )
 
     def free(self) -> None:

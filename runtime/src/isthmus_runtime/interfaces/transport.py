@@ -14,7 +14,7 @@ CLOSE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class KvRegion:
-    """One rank's KV pool as plain memory, for registration with a transport. One block is one contiguous run."""
+    """One rank's KV pool as plain memory, for registration with a transport."""
 
     base: int
     """Address of block 0."""
@@ -28,6 +28,8 @@ class KvRegion:
     """Whose pool this is, among the ranks of a tensor-parallel engine."""
     device: str = "cpu"
     """As torch spells it: `cpu`, `cuda:0`."""
+    in_runs: bool = True
+    """Whether a block is one run, as transports move it."""
 
 
 class Piece(NamedTuple):

@@ -126,8 +126,10 @@ def _take(command: bytes, tokenizers: Sequence[Callable[[], Tokenizer]], pipes: 
 def _watch(pid: int, out: int, read: int) -> bool:
     """Until a copy has ended, by itself or because nobody waits for it. Whether there may be other texts. out: of a
     pipe that it holds."""
-    found, _, _ = select.select((out, read), (), ())
-    if out in found:
+    poll = select.poll()  # the numbers of the pipes are those of a process with many connections
+    for descriptor in (out, read):
+        poll.register(descriptor, select.POLLIN)
+    if out in {descriptor for descriptor, _ in poll.poll()}:
         return True
     command = os.read(read, 1)
     os.kill(pid, signal.SIGKILL)

@@ -44,6 +44,8 @@ class Reason(StrEnum):
     PAIR = "pair"
     SHORT_PROMPT = "short-prompt"
     NO_PREFILL = "prefill-unavailable"
+    LONG_PROMPT = "long-prompt"
+    """For prefill engines, of which each has a limit of its own."""
     UNIFIED = "unified"
     SHARED_PROMPT = "shared-prompt"
 
@@ -54,6 +56,7 @@ class Refusal(StrEnum):
     NO_DECODE = "no-decode"
     NO_PREFILL = "no-prefill"
     NO_COMPATIBLE_PREFILL = "no-compatible-prefill"
+    LONG_PROMPT = "long-prompt"
     NO_ADAPTER = "no-adapter"
 
 
@@ -78,6 +81,8 @@ class Endpoint:
     """Digest of the tokenizer by which it takes prompts as text; empty: it takes ids alone."""
     begins_early: bool = False
     """It knows of prompts that are begun before their tickets."""
+    max_model_len: int = 0
+    """Most tokens of a prompt and what is generated; 0: not known."""
 
 
 class Load(NamedTuple):
@@ -101,6 +106,12 @@ class Fleet:
     peers: Mapping[tuple[str, str], tuple[Endpoint, ...]] = field(default_factory=dict)
     """(fingerprint, mode) -> prefill engines."""
     unified: bool = False
+
+    @property
+    def longest_prefill(self) -> int:
+        """Most tokens of a prompt that a prefill engine takes; 0: not known."""
+        limits = [engine.max_model_len for engine in self.prefill]
+        return max(limits) - 1 if limits and all(limits) else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,8 +188,12 @@ def choose(rules: Rules, engines: Fleet, loads: Mapping[str, Load], facts: Facts
     if paired:
         chosen = _pick(rules, paired, loads, facts)
         return Choice(_pick(rules, _peers(engines, chosen, facts), loads, facts), chosen, Reason.PAIR)
+    too_long = 0 < engines.longest_prefill < facts.prompt_tokens
     if rules.local_without_prefill:
-        return Choice(None, _pick(rules, decode, loads, facts), Reason.NO_PREFILL)
+        reason = Reason.LONG_PROMPT if too_long else Reason.NO_PREFILL
+        return Choice(None, _pick(rules, decode, loads, facts), reason)
+    if too_long:
+        return Refusal.LONG_PROMPT
     return Refusal.NO_COMPATIBLE_PREFILL if _allowed(engines.prefill, facts) else Refusal.NO_PREFILL
 
 
@@ -199,7 +214,10 @@ def _allowed(engines: Sequence[Endpoint], facts: Facts) -> Sequence[Endpoint]:
 
 
 def _peers(engines: Fleet, decode: Endpoint, facts: Facts) -> Sequence[Endpoint]:
-    return _allowed(engines.peers.get((decode.fingerprint, decode.mode), ()), facts)
+    peers = _allowed(engines.peers.get((decode.fingerprint, decode.mode), ()), facts)
+    if all(facts.prompt_tokens < e.max_model_len for e in peers):  # mostly
+        return peers
+    return [e for e in peers if not 0 < e.max_model_len <= facts.prompt_tokens]
 
 
 _IDLE = Load()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from os import urandom
 from types import MappingProxyType
 
 from ..config import RouterConfig
-from ..errors import InvalidRequest, Overloaded, RequestError
+from ..errors import InvalidRequest, NeverFits, Overloaded, RequestError
 from ..interfaces.backend import Take
 from ..metrics import RouterMetrics
 from ..protocol.request import may_begin_early, request_parts
@@ -60,7 +60,6 @@ class RouterBackend:
         metrics: RouterMetrics | None = None,
         prefixes: Prefixes | None = None,
         tokenizer: OwnTokenizer | None = None,
-        new_attempt: Callable[[], str] = lambda: urandom(16).hex(),
         gap_s: float = _GAP_S,
     ) -> None:
         """`tokenizer` None: prompts come as ids alone."""
@@ -69,7 +68,6 @@ class RouterBackend:
         self._tokenising = None if tokenizer is None else Tokenising(tokenizer.tokenise)
         self._links = links
         self._metrics = metrics
-        self._new_attempt = new_attempt
         self._gap_s = gap_s
         self._prefixes = prefixes
         self._max_queue = config.max_queue
@@ -133,7 +131,7 @@ class RouterBackend:
             return None
         long_prompt = Facts(prompt_tokens=self._rules.disaggregate_above + 1, max_tokens=1, turn=0)
         choice = choose(self._rules, fleet, self._pool.loads, long_prompt)
-        if isinstance(choice, Choice):
+        if isinstance(choice, Choice) or choice is Refusal.LONG_PROMPT:  # shorter ones are served
             self._able = fleet
             return None
         return choice
@@ -235,7 +233,7 @@ class RouterBackend:
                     if failed is None and await self._changes(patience):
                         continue
                     self._refuse(choice.value)
-                    raise failed or Overloaded(_REFUSALS[choice], retry_after_s=_RETRY_AFTER_S)
+                    raise failed or self._refused(choice, facts)
                 if request.prompt is not None and not takes(self._tokenizer, choice.decode):
                     raise NeedsIds
                 if self._metrics is not None:
@@ -249,7 +247,7 @@ class RouterBackend:
                     request_parts(request),
                     choice,
                     facts,
-                    attempt=self._new_attempt(),
+                    attempt=urandom(16).hex(),
                     deadline=deadline,
                     pool=self._pool,
                     links=self._links,
@@ -279,6 +277,15 @@ class RouterBackend:
                     raise
         finally:
             failed = None  # its traceback has this frame, which has the request
+
+    def _refused(self, refusal: Refusal, facts: Facts) -> RequestError:
+        if refusal is Refusal.LONG_PROMPT:
+            most = self._pool.fleet.longest_prefill
+            return NeverFits(
+                f"the prompt has {facts.prompt_tokens} tokens, but prefill engines take {most} at most, and "
+                "computing longer ones on decode is switched off; shorten it"
+            )
+        return Overloaded(_REFUSALS[refusal], retry_after_s=_RETRY_AFTER_S)
 
     def _begins_early(self, request: GenerateRequest, choice: Choice, facts: Facts) -> bool:
         """Whether prefill need not wait for decode's reservation."""

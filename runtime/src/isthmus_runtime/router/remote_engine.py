@@ -159,6 +159,7 @@ class RemoteEngine:
             adapters,
             self.info.tokenizer,
             self.info.begins_early,
+            kv.max_model_len,
         )
 
     def has_room(self, tokens: int) -> bool:
