@@ -21,6 +21,7 @@ from typing import NoReturn
 
 from pydantic import TypeAdapter
 
+from ..collecting import spare_collector
 from ..config import EngineConfig
 from ..errors import ConfigError, EngineFailed, IsthmusError
 
@@ -131,6 +132,7 @@ def _run(config: EngineConfig, sock: socket.socket) -> int:
         from ..transfer.sockets import probe_accepted
 
         probe_accepted()
+    spare_collector()
     host.serve(core.engine, core.facts)
     host.stop.wait()
     core.stop()

@@ -12,6 +12,7 @@ from typing import NoReturn
 import uvloop
 from prometheus_client import CollectorRegistry
 
+from ..collecting import spare_collector
 from ..config import EngineConfig, Role
 from ..credentials import peer_credentials
 from ..engine.backend import EngineBackend
@@ -180,6 +181,7 @@ async def _serve_http(
         if feed is not None:
             feed.close()
 
+    spare_collector()
     await serve_ports(
         app,
         server,
