@@ -218,5 +218,5 @@ E2E       := E2E_KUBECONFIG='$(E2E_KUBECONFIG)' ISTHMUS_REQUIRE_CLUSTER=1 $(PY) 
 e2e: $(E2E_NEEDS) ## Run the tests on the full cluster: make e2e [KUBECONFIG=file: on your own cluster] [ARGS=...]
 	@$(E2E) -m 'cluster and not long' $(ARGS)
 
-e2e-full: setup $(E2E_NEEDS) ## Those and the long ones (lost node, 90 s of silence, slow downloads, the cluster's own end, every family in Store mode), the light cluster's too
+e2e-full: setup $(E2E_NEEDS) ## Those and the long ones (lost node, 90 s of silence, slow downloads, the cluster's own end, every family in both modes), the light cluster's too
 	@$(E2E) -m 'cluster or light_cluster or long' $(ARGS)

@@ -80,10 +80,14 @@ def make_model(config: dict[str, Any], folder: Path, device: torch.device) -> No
 
 
 def make_tokenizer(vocab_size: int, folder: Path) -> None:
-    """A byte-level BPE without merges; ids past the bytes stand for words of a space and five letters or digits."""
+    """A byte-level BPE without merges, of ASCII alone; ids past that stand for words of a space and five letters or
+    digits. Each token is whole characters: one that ended inside a character would bring no text, and clients, who tell
+    tokens by their text, would take two steps for one."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    vocab = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    # Printable bytes stand for themselves, the others for the letters from U+0100 on.
+    vocab = {letter: i for i, letter in enumerate(c for c in letters if ord(c) < 127 or 0x100 <= ord(c) <= 0x121)}
     for token in range(len(vocab), vocab_size):
         vocab[f"\u0120{token:05x}"] = token
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))

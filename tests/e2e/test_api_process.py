@@ -195,3 +195,36 @@ def test_a_start_that_cannot_be_is_told_with_its_reason_and_status(tmp_path: Pat
     assert process.popen.wait(DEADLINE_S) == 2
     assert "the engine process could not start; its last lines say why" in process.tail()
     assert "CRITICAL engine process: " in process.tail()
+
+
+_TELLS_FROZEN = """
+import gc
+import os
+import threading
+
+
+def look(event=threading.Event(), folder=os.environ["TOLD"]):
+    while not (count := gc.get_freeze_count()):
+        event.wait(0.02)
+    with open(f"{folder}/{os.getpid()}.new", "w") as told:
+        told.write(str(count))
+    os.replace(f"{folder}/{os.getpid()}.new", f"{folder}/{os.getpid()}")
+
+
+threading.Thread(target=look, daemon=True).start()
+"""
+
+
+def test_the_collector_of_both_processes_leaves_alone_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, code = tmp_path / "told", tmp_path / "code"
+    told.mkdir()
+    code.mkdir()
+    (code / "sitecustomize.py").write_text(_TELLS_FROZEN)
+    monkeypatch.setenv("PYTHONPATH", str(code))
+    monkeypatch.setenv("TOLD", str(told))
+    with fake(tmp_path) as (process, _, engine_pid):
+        for pid in (process.pid, engine_pid):
+            until((told / str(pid)).exists, f"process {pid} looks at all that it has")
+            assert int((told / str(pid)).read_text()) > 10_000

@@ -15,7 +15,7 @@ if _processors:
     isthmus_runtime.threads.processors = lambda *_: _processors  # before anybody takes it from there
 
 from isthmus_runtime.__main__ import main  # noqa: E402
-from isthmus_runtime.serving.memory import give_back  # noqa: E402
+from isthmus_runtime.heap import give_back  # noqa: E402
 from isthmus_runtime.serving.port import PortState  # noqa: E402
 
 if __name__ == "__main__":

@@ -11,10 +11,9 @@ from pathlib import Path
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
-def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
+def cache_dir() -> Path:
     """Where models are kept on this machine: ISTHMUS_CACHE, or ~/.cache/isthmus."""
-    environ = os.environ if environ is None else environ
-    return Path(environ.get("ISTHMUS_CACHE") or Path.home() / ".cache" / "isthmus")
+    return Path(os.environ.get("ISTHMUS_CACHE") or Path.home() / ".cache" / "isthmus")
 
 
 def inherited_environment() -> dict[str, str]:

@@ -224,9 +224,9 @@ class RouterConfig:
     """Whether `/` is a page with a chat and the state of the service, and /status what it shows."""
 
 
-def pod_ip(environ: Mapping[str, str] | None = None) -> str:
+def pod_ip() -> str:
     """The pod's own address, from the downward API; empty outside Kubernetes."""
-    return (os.environ if environ is None else environ).get("POD_IP", "")
+    return os.environ.get("POD_IP", "")
 
 
 def apply_native_environment(settings: Mapping[str, str]) -> None:

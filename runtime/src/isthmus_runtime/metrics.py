@@ -121,10 +121,8 @@ class _LabelledCounter:
 class RequestMetrics:
     """How requests fared, observed once per request where tokens leave the process (API layer or engine server)."""
 
-    def __init__(
-        self, registry: CollectorRegistry, model_name: str, *, prefix: str = "isthmus_", vllm_names: bool = True
-    ) -> None:
-        names = _Names(registry, model_name, prefix, vllm_names)
+    def __init__(self, registry: CollectorRegistry, model_name: str, *, prefix: str = "isthmus_") -> None:
+        names = _Names(registry, model_name, prefix, vllm_names=True)
         self.time_to_first_token = names.histogram(
             "time_to_first_token_seconds",
             "Arrival to first token.",

@@ -14,8 +14,8 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 from small_bpe import byte_level_bpe
+from tokenizers import AddedToken, decoders, models, normalizers, processors, trainers
 from tokenizers import Tokenizer as HfTokenizer
-from tokenizers import decoders, models, normalizers, processors, trainers
 
 from isthmus_runtime.errors import Cancelled, InvalidRequest, MemoryShort, Overloaded
 from isthmus_runtime.openai import long_texts as module
@@ -34,14 +34,20 @@ TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfo
 
 
 def uncut() -> HfTokenizer:
-    """As Gemma's: spaces are letters, and nothing is cut."""
-    made = HfTokenizer(models.BPE(unk_token=None, byte_fallback=False))
+    """As Gemma's: spaces are letters, letters that it does not know are bytes, runs of lines and tags are tokens, and
+    nothing is cut."""
+    made = HfTokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     made.normalizer = normalizers.Replace(" ", "▁")
     letters = sorted({*"".join(CORPUS), "▁", "\U0001d157", "\U0001d165"})
-    made.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=120, initial_alphabet=letters))
-    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
-    made.pre_tokenizer = None
-    return made
+    names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=letters, special_tokens=names)
+    made.train_from_iterator(CORPUS, trainer)
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    raw = json.loads(made.to_str())
+    raw["added_tokens"] = []  # what the trainer makes of bytes
+    found = HfTokenizer.from_str(json.dumps(raw))
+    found.add_tokens([AddedToken(text, normalized=False) for text in ("\n\n", "\n\n\n", "<h1>")])
+    return found
 
 
 def cut() -> HfTokenizer:
@@ -117,6 +123,7 @@ def test_long_texts_have_the_ids_that_the_library_gives(
     )
     r = random.Random(seed)
     pieces = [" the", " quick", "12", "字" * 900, "é" * 1500, " ", "\n", "fox" * 800, ". ", "\U0001d15e" * 300]
+    pieces += ["\n\n", "<h1>", "🙂" * 70]
     text = "".join(r.choices(pieces, k=60))
     whole = library.encode(text, add_special_tokens=False).ids
     assert tokenizer.encode(text) == tokenizer.encode_alone(text) == whole and apart

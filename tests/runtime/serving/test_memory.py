@@ -15,13 +15,14 @@ import serving
 from serving import parse
 
 from isthmus_runtime.errors import ConfigError, MemoryShort, error_from_json
+from isthmus_runtime.heap import give_back
 from isthmus_runtime.serving.access import OF_RUNNING
 from isthmus_runtime.serving.admission import BodyBudget
 from isthmus_runtime.serving.app import make_app
 from isthmus_runtime.serving.call import Call, add_call_route
 from isthmus_runtime.serving.in_flight import InFlight
 from isthmus_runtime.serving.limits import Limits
-from isthmus_runtime.serving.memory import LARGE_BODY, MemoryGuard, give_back
+from isthmus_runtime.serving.memory import LARGE_BODY, MemoryGuard
 from isthmus_runtime.serving.memory_use import find_limit
 from isthmus_runtime.serving.pressure import USUAL, Use
 from isthmus_runtime.serving.server import Server
@@ -392,7 +393,7 @@ _THREADS_WITH_TEXTS = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
-from isthmus_runtime.serving.memory import give_back, map_large_blocks, share_heaps
+from isthmus_runtime.heap import give_back, map_large_blocks, share_heaps
 from isthmus_runtime.serving.memory_use import find_limit
 
 def plan(number):

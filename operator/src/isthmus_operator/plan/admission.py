@@ -25,10 +25,10 @@ def admit(body: Mapping[str, Any], profile: Profile = PERMISSIVE) -> InferenceSe
     return service
 
 
-def rehearse_render(service: InferenceService, defaults: Defaults | None = None) -> None:
+def rehearse_render(service: InferenceService) -> None:
     """Render everything. Raises InvalidSpec with whatever keeps that from being done."""
     try:
-        defaults = defaults or Defaults()
+        defaults = Defaults()
         found = decide(service, (), Facts(), {}, defaults, 0.0)
         status_of(service, found.seen, found.wanted, {}, _EPOCH)
         # Engines that would wait for others to be ready first.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,11 +81,7 @@ def fetch_s3(
             if not sizes:
                 raise WeightsError(f"{uri} holds no model files; give the prefix under which config.json lies")
             bound.allow(sum(sizes.values()))
-            known = _known(folder / _TAGS)
-            # boto3 names a file only when it is whole: what is there under another name is a piece of one.
-            for path in folder.iterdir():
-                if path.name not in listed or (path.stat().st_size, known.get(path.name)) != listed[path.name]:
-                    path.unlink()
+            known = _kept(folder, listed)
             for number, (name, size) in enumerate(sizes.items(), start=1):
                 if (folder / name).exists():
                     continue
@@ -110,6 +107,16 @@ def fetch_s3(
         record_files(folder, origin)
 
     in_place(out, origin, progress, download, weights=not tokenizer_only, resume_as=resume_as)
+
+
+def _kept(folder: Path, listed: Mapping[str, tuple[int, str]]) -> dict[str, str]:
+    """Tags of the files that are there whole and as they are `listed`; whatever else was there is gone."""
+    known = _known(folder / _TAGS)
+    # boto3 names a file only when it is whole: what is there under another name is a piece of one.
+    for path in folder.iterdir():
+        if path.name not in listed or (path.stat().st_size, known.get(path.name)) != listed[path.name]:
+            path.unlink()
+    return known
 
 
 def _known(file: Path) -> dict[str, str]:

@@ -21,6 +21,7 @@ from typing import NoReturn
 
 from pydantic import TypeAdapter
 
+from ..collecting import spare_collector
 from ..config import EngineConfig
 from ..errors import ConfigError, EngineFailed, IsthmusError
 
@@ -37,13 +38,13 @@ _SAID_S = 10.0
 """How long the last words to the API process may take."""
 
 
-def runs_apart(config: EngineConfig, gpu: bool | None = None) -> bool:
-    """Whether `--api-process` makes two processes of this engine. `gpu`: whether there is one; None: look."""
+def runs_apart(config: EngineConfig) -> bool:
+    """Whether `--api-process` makes two processes of this engine: `auto` does where it will compute on a GPU."""
     if config.server.api_process != "auto":
         return config.server.api_process == "on"
     if config.executor == "fake" or config.model.device == "cpu":
         return False
-    return config.model.device == "cuda" or (any(map(Path.exists, _NVIDIA)) if gpu is None else gpu)
+    return config.model.device == "cuda" or any(map(Path.exists, _NVIDIA))
 
 
 class EngineProcess:
@@ -131,6 +132,7 @@ def _run(config: EngineConfig, sock: socket.socket) -> int:
         from ..transfer.sockets import probe_accepted
 
         probe_accepted()
+    spare_collector()
     host.serve(core.engine, core.facts)
     host.stop.wait()
     core.stop()

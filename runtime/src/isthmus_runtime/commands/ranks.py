@@ -21,6 +21,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from ..collecting import spare_collector
 from ..config import EngineConfig, apply_native_environment
 from ..errors import EngineFailed
 from ..executor.device.base import Device
@@ -180,6 +181,7 @@ def rank_main() -> int:
         stream=sys.stderr,
     )
     own, ranks = _load_rank(order)
+    spare_collector()  # all ranks wait for the one that stands still
     try:
         follow(own.executor, ranks.plans, own.model.adapters)
     except EngineFailed:

@@ -12,6 +12,7 @@ from typing import NoReturn
 import uvloop
 from prometheus_client import CollectorRegistry
 
+from ..collecting import spare_collector
 from ..config import EngineConfig, Role
 from ..credentials import peer_credentials
 from ..engine.backend import EngineBackend
@@ -21,6 +22,7 @@ from ..engine.server import BODIES, EngineServer
 from ..engine.streams import Streams
 from ..engine.traces import StartTimes
 from ..errors import ConfigError, IsthmusError
+from ..heap import map_large_blocks, share_heaps
 from ..openai.adapters import BODIES as ADAPTER_BODIES
 from ..openai.adapters import add_adapter_routes
 from ..openai.app import BODIES as OPENAI_BODIES
@@ -30,7 +32,7 @@ from ..openai.tokenizer import Tokenizer
 from ..protocol.info import EngineInfo
 from ..serving.app import make_app
 from ..serving.in_flight import InFlight
-from ..serving.memory import MemoryGuard, map_large_blocks, share_heaps
+from ..serving.memory import MemoryGuard
 from ..serving.memory_use import find_limit
 from ..serving.server import check_port
 from ..structured.checker import Checker
@@ -179,6 +181,7 @@ async def _serve_http(
         if feed is not None:
             feed.close()
 
+    spare_collector()
     await serve_ports(
         app,
         server,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from functools import partial
@@ -12,8 +11,10 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from ..checkpoints.provenance import verify_files
+from ..collecting import spare_collector
 from ..config import RouterConfig
 from ..credentials import peer_credentials
+from ..heap import map_large_blocks
 from ..metrics import MemoryMetrics, RequestMetrics, TenantMetrics
 from ..openai.adapters import BODIES as ADAPTER_BODIES
 from ..openai.adapters import add_adapter_routes
@@ -26,16 +27,13 @@ from ..router.app import Router
 from ..router.passed_on import OwnTokenizer
 from ..serving.app import make_app
 from ..serving.in_flight import InFlight
-from ..serving.memory import MemoryGuard, map_large_blocks
+from ..serving.memory import MemoryGuard
 from ..serving.memory_use import find_limit
 from ..structured.checker import Checker
 from .open_tracer import open_tracer
 from .serve_ports import serve_ports
 
 log = logging.getLogger(__name__)
-
-_GC_THRESHOLD = 20_000
-"""Containers made, less those freed, between two collections; 700 by default."""
 
 _LAME_DUCK_S = 3.0
 """Kubernetes takes an ending pod out of its Service by and by, node by node: a second or two is usual."""
@@ -49,9 +47,7 @@ def serve_router(config: RouterConfig) -> int:
     tokenizer.prepare()
     api_key = read_api_key(config.api_key_file)
     tenants = TenantsFile(config.tenants_file, time.monotonic()) if config.tenants_file else None
-    # What is there now stays, and a request leaves hardly a cycle behind: the collector need not look that often.
-    gc.freeze()
-    gc.set_threshold(_GC_THRESHOLD)
+    spare_collector()
     return uvloop.run(_serve(config, tokenizer, api_key, tenants))
 
 

@@ -16,9 +16,9 @@ from contextlib import suppress
 import msgspec
 
 from ..errors import EngineFailed, RequestError
+from ..heap import give_back
 from ..interfaces.steps import RowStart
 from ..kv.prefix import BlockStored
-from ..serving.memory import give_back
 from ..threads import running_pool, send
 from .channel import (
     Abort,

@@ -124,14 +124,8 @@ def load(
     device = device or open_device(
         config.device, threads=config.threads, index=shard.rank, deterministic=config.deterministic
     )
-    if config.deterministic and not spec.row_invariant and device.torch_device.type != "cpu":
-        raise ConfigError(
-            f"--deterministic on: {spec.architecture} has operations whose results depend on the batch on "
-            f"{device.name}; leave it out"
-        )
-    # Else whoever opened it left it out, and rows would depend on their batch without a word.
-    alike = device.torch_device.type == "cpu" or batch_invariance.required(device.torch_device)
-    assert alike or not config.deterministic, f"{device.name} was not opened as deterministic"
+    if config.deterministic:
+        _check_deterministic(spec, device)
     device.enter()
     dtype = device.dtype(config.dtype)
     _check_quantization(config, device, dtype)
@@ -172,6 +166,18 @@ def load(
         task=served.task,
         pooling=served.pooling,
     )
+
+
+def _check_deterministic(spec: ModelSpec, device: Device) -> None:
+    if device.torch_device.type == "cpu":
+        return
+    if not spec.row_invariant:
+        raise ConfigError(
+            f"--deterministic on: {spec.architecture} has operations whose results depend on the batch on "
+            f"{device.name}; leave it out"
+        )
+    # Else whoever opened it left it out, and rows would depend on their batch without a word.
+    assert batch_invariance.required(device.torch_device), f"{device.name} was not opened as deterministic"
 
 
 def _check_quantization(config: ModelConfig, device: Device, dtype: torch.dtype) -> None:

@@ -33,7 +33,7 @@ from ..interfaces.steps import Adapter, Executor, StepOutput, StepPlan
 from ..interfaces.transport import KvRegion
 from ..models.shard import Shard
 from .adapters import AdapterSlots, HostAdapter
-from .peer_sums import LIMIT, ROOM, open_peer_sums
+from .peer_sums import ROOM, open_peer_sums
 
 _LOG = logging.getLogger(__name__)
 # A plain dataclass takes the configuration of what it is in. Late masks are the arbitrary type, and never travel.
@@ -117,13 +117,12 @@ def join(
     *,
     peer_sums: bool = True,
     room: int = ROOM,
-    limit: int = LIMIT,
     patience_s: float | None = None,
 ) -> Ranks:
     """Meet the other ranks at the file `meeting`, which nobody used before. Every rank calls it alike, in any order.
 
     `timeout_s` bounds the meeting, and later each collective of a step. `peer_sums` False: the library makes all sums;
-    `room`, `limit` and `patience_s` (`timeout_s` by default): of `peer_sums`.
+    `room` and `patience_s` (`timeout_s` by default): of `peer_sums`.
     """
     timeout = timedelta(seconds=timeout_s)
     distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timeout)
@@ -134,7 +133,7 @@ def join(
     collected = Collected(steps)
     if peer_sums and device.type == "cuda":
         patience_s = timeout_s if patience_s is None else patience_s
-        if found := open_peer_sums(collected, plans, device, patience_s=patience_s, limit=limit, room=room):
+        if found := open_peer_sums(collected, plans, device, patience_s=patience_s, room=room):
             return Ranks(Shard(rank, size, found), plans, "peer", found.give_up, found.overdue)
     return Ranks(Shard(rank, size, collected), plans, library)
 

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from ..errors import InvalidRequest
 from ..sharing.threads_in_turns import go_on
+from ..structured.special_tokens import renamed
 
 _BARS = re.compile(r"<[|｜].*[|｜]>")
 _OWN = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"})
@@ -164,7 +165,7 @@ class ControlTokens:
         """The tokenizer that knows control tokens by their secret names, and nothing else of them."""
         with self._lock:
             if self._copy is None:
-                self._copy = HfTokenizer.from_str(json.dumps(self._renamed(json.loads(self._serialised()))))
+                self._copy = HfTokenizer.from_str(json.dumps(renamed(json.loads(self._serialised()), self._names)))
             return self._copy
 
     def _found(self, text: str, own: bool) -> bool:
@@ -202,24 +203,6 @@ class ControlTokens:
 
         return _replaced(self._find, marked, text, self._longest)
 
-    def _renamed(self, tokenizer: dict[str, Any]) -> dict[str, Any]:
-        """A tokenizer.json whose control tokens have their secret names, in every place: the ids stay."""
-        names = self._names
-        for token in tokenizer["added_tokens"]:
-            token["content"] = names.get(token["content"], token["content"])
-        model = tokenizer["model"]
-        vocab = model.get("vocab")
-        if isinstance(vocab, dict):
-            model["vocab"] = {names.get(text, text): i for text, i in vocab.items()}
-        elif isinstance(vocab, list):
-            model["vocab"] = [[names.get(text, text), *rest] for text, *rest in vocab]
-        if model.get("merges"):
-            model["merges"] = [pair for pair in model["merges"] if not _touches(pair, names)]
-        if (unknown := model.get("unk_token")) in names:
-            model["unk_token"] = names[unknown]
-        tokenizer["post_processor"] = None  # it names control tokens, and adds them to texts that are no chats
-        return tokenizer
-
 
 def _replaced(find: re.Pattern[str], replace: Callable[[re.Match[str]], str], text: str, longest: int) -> str:
     """As `find.sub(replace, text)`, where what is found has 1 to `longest` characters and looks at no others, a part at
@@ -236,11 +219,6 @@ def _replaced(find: re.Pattern[str], replace: Callable[[re.Match[str]], str], te
         start = max(stop, start)
         go_on()
     return "".join(parts)
-
-
-def _touches(pair: str | Sequence[str], names: Mapping[str, str]) -> bool:
-    left, right = pair.split(" ", 1) if isinstance(pair, str) else pair
-    return left + right in names or left in names or right in names
 
 
 def _either(strings: Iterable[str]) -> str:

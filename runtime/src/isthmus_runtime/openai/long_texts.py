@@ -24,7 +24,8 @@ from typing import NamedTuple
 from tokenizers import Tokenizer
 
 from ..errors import InvalidRequest, MemoryShort, Overloaded
-from ..serving.memory import MemoryGuard, give_back
+from ..heap import give_back
+from ..serving.memory import MemoryGuard
 from ..sharing.threads_in_turns import away, set_aside, spent, whose
 from .long_texts_process import ANSWER, END, ENDED, JOB, NO_MEMORY, TEXT, Answer, Ended, Job, Pipes, serve
 

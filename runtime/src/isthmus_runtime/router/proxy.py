@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from os import urandom
 from types import MappingProxyType
 
@@ -60,7 +60,6 @@ class RouterBackend:
         metrics: RouterMetrics | None = None,
         prefixes: Prefixes | None = None,
         tokenizer: OwnTokenizer | None = None,
-        new_attempt: Callable[[], str] = lambda: urandom(16).hex(),
         gap_s: float = _GAP_S,
     ) -> None:
         """`tokenizer` None: prompts come as ids alone."""
@@ -69,7 +68,6 @@ class RouterBackend:
         self._tokenising = None if tokenizer is None else Tokenising(tokenizer.tokenise)
         self._links = links
         self._metrics = metrics
-        self._new_attempt = new_attempt
         self._gap_s = gap_s
         self._prefixes = prefixes
         self._max_queue = config.max_queue
@@ -249,7 +247,7 @@ class RouterBackend:
                     request_parts(request),
                     choice,
                     facts,
-                    attempt=self._new_attempt(),
+                    attempt=urandom(16).hex(),
                     deadline=deadline,
                     pool=self._pool,
                     links=self._links,

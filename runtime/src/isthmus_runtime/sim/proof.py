@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from .clock import Violation
-from .faults import CLIENTS, Scenario, draw
+from .faults import CLIENTS, draw
 from .world import run_scenario
 
 
@@ -33,13 +33,7 @@ class Proof:
         ]
 
 
-def prove(
-    seeds: Iterable[int],
-    *,
-    lifetimes: int | None = None,
-    stop_at_first: bool = True,
-    scenario: Callable[[int], Scenario] = draw,
-) -> Proof:
+def prove(seeds: Iterable[int], *, lifetimes: int | None = None, stop_at_first: bool = True) -> Proof:
     """Run seeds until `lifetimes` requests have lived (or the seeds are used up)."""
     proof = Proof()
     for seed in seeds:
@@ -47,7 +41,7 @@ def prove(
             break
         proof.seeds += 1
         try:
-            outcome = run_scenario(scenario(seed))
+            outcome = run_scenario(draw(seed))
         except Violation as violation:
             proof.violations.append(str(violation))
             if stop_at_first:

@@ -165,10 +165,10 @@ class _Axes:
         cx, cy = self.at(x, y)
         return f'<circle cx="{cx:.1f}" cy="{cy:.1f}" r="8" fill="none" stroke="{_COLOURS[1]}" stroke-width="2"/>'
 
-    def text(self, x: float, y: float, text: str, anchor: str, dx: float = 0, dy: float = 0) -> str:
+    def text(self, x: float, y: float, text: str, anchor: str, dy: float = 0) -> str:
         """A note beside a point."""
         tx, ty = self.at(x, y)
-        return f'<text x="{tx + dx:.1f}" y="{ty + dy:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+        return f'<text x="{tx:.1f}" y="{ty + dy:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
     def upright(self, x: float, name: str) -> str:
         """A limit on x."""

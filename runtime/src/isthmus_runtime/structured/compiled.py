@@ -7,6 +7,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from ..errors import InvalidRequest
 from ..request import Structure
 from .sources import GRAMMARS
+from .special_tokens import SpecialTokens
 
 MAX_TEXT = 256 * 1024
 """Most characters of a grammar."""
@@ -49,12 +50,13 @@ class Compiled:
         """Whether no lexer may have more states."""
         return bool(self.states >= _LIMITS.max_lexer_states)
 
-    def compile(self, tokenizer: LLTokenizer, structure: Structure) -> bool:
+    def compile(self, tokenizer: LLTokenizer, special: SpecialTokens, structure: Structure) -> bool:
         """False: its lexer is not enough to begin with, and there are larger ones. InvalidRequest for a grammar that is
         wrong or impossible."""
         param = "structure"
         try:
-            grammar = GRAMMARS[structure.kind](structure.text)
+            text = special.by_id(structure.text) if structure.kind == "grammar" else structure.text
+            grammar = GRAMMARS[structure.kind](text)
         except (ValueError, RecursionError) as e:
             raise InvalidRequest(f"{param}: {e}"[:_ERROR_TEXT], param=param) from e
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=_with_states(self.states))

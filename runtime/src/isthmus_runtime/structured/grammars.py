@@ -7,6 +7,7 @@ sees it, an engine makes the masks.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import OrderedDict
@@ -22,6 +23,7 @@ from .allocated import memory_in_use
 from .compiled import Compiled, check_size, memory_of, states_of
 from .guide import Guide, Place
 from .shares import Held, giving_way
+from .special_tokens import SpecialTokens
 
 _KEPT, _KEPT_TEXT = 32, 1 << 22
 """Compiled grammars, and characters of them together."""
@@ -59,7 +61,11 @@ class Grammars:
         self.told: Callable[[], None] = lambda: None
         """Called, on any thread, when guides have released: requests that wait may have one of them (`Guide.lost`)."""
         try:
-            self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
+            tokenizer = json.loads(tokenizer_json)
+            self._special = SpecialTokens(tokenizer)
+            apart = json.dumps(self._special.apart(tokenizer))
+            del tokenizer  # many times as large
+            self._tokenizer = LLTokenizer(apart, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
         except ValueError as e:
             raise ConfigError(f"tokenizer.json: not usable for structured output: {e}") from e
 
@@ -152,7 +158,7 @@ class Grammars:
         states = states_of(states)
         compiled = self._room_for(memory_of(structure, states), states, whose)
         try:
-            if compiled.compile(self._tokenizer, structure):
+            if compiled.compile(self._tokenizer, self._special, structure):
                 return compiled
         finally:
             if compiled.matcher is None:  # an error may hold this frame for a while

@@ -95,12 +95,12 @@ class MemoryFabric:
         self._thread: threading.Thread | None = None
         self._in_flight: dict[int, _Operation] = {}
 
-    def connect(self, name: str, epoch: str, is_drained: Callable[[str], bool] | None = None) -> MemoryTransfer:
+    def connect(self, name: str, epoch: str) -> MemoryTransfer:
         """A new endpoint; `name` is what peers use as `peer_url`. Connecting a name again is a restart."""
         with self._changed:
             self.crash(name)
             transfer = MemoryTransfer(self, name)
-            self._endpoints[name] = _Endpoint(transfer, epoch, is_drained)
+            self._endpoints[name] = _Endpoint(transfer, epoch)
             return transfer
 
     def serve_drain(self, name: str, is_drained: Callable[[str], bool]) -> None:

@@ -183,8 +183,10 @@ class CudaDevice:
         return tuple(sizes[: last + 1])
 
     def graph_tokens(self, max_tokens: int) -> tuple[int, ...]:
-        """Launching the layers of a large model one by one takes about as long as computing a thousand tokens."""
-        return tuple(size for size in (16, 32, *range(64, 1025, 64)) if size <= max_tokens)
+        """In a process that serves, launching the layers of a model of 8 billion one by one takes as long as computing
+        some two thousand tokens. From a thousand on, sizes are whole tiles of the products: less would save nothing."""
+        sizes = (16, 32, *range(64, 1024, 64), *range(1024, 2049, 128))
+        return tuple(size for size in sizes if size <= max_tokens)
 
     def graph_memory(self) -> GraphMemory:
         """torch's allocators keep a pool's number for good, and refuse it once its last graph is gone."""

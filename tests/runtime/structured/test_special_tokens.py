@@ -1,0 +1,92 @@
+"""What a grammar says is text, also where the model has a token of that name; by name a grammar asks for the token."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from isthmus_runtime.errors import InvalidRequest
+from isthmus_runtime.request import Structure
+from isthmus_runtime.structured.grammars import Grammars
+from isthmus_runtime.structured.special_tokens import SpecialTokens
+
+EOS = 2
+NAMES = ["<think>", "</think>", "<a b>", "<h1>"]
+ALL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "[TOOL_CALLS]", *NAMES, "[PLAIN]", "\n\n"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model: Path) -> Tokenizer:
+    made = Tokenizer.from_file(str(model / "tokenizer.json"))
+    made.add_special_tokens(["[TOOL_CALLS]"])
+    made.add_tokens([AddedToken(text, normalized=False) for text in (*NAMES, "[PLAIN]", "\n\n")])
+    return made
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Tokenizer) -> Grammars:
+    return Grammars(tokenizer.to_str(), eos_token_ids=[EOS], vocab_size=tokenizer.get_vocab_size())
+
+
+def walk(grammars: Grammars, structure: Structure, seed: int = 0) -> list[int]:
+    """Random tokens of those that are allowed, without the last."""
+    rng, guide, generated = random.Random(seed), grammars.guide(structure), list[int]()
+    while len(generated) < 200:
+        mask = guide.allowed(generated)
+        allowed = [i for i in range(8 * len(mask)) if mask[i // 8] >> i % 8 & 1]
+        forced = guide.forced(generated, 8).tokens
+        assert not forced or allowed == [forced[0]]
+        generated.append(rng.choice(allowed))
+        if generated[-1] == EOS:
+            return generated[:-1]
+    raise AssertionError(generated)
+
+
+def test_text_is_text_whatever_tokens_have_its_name(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    for name in ALL:
+        text = f"a{name}{name} x"
+        for said in (name, text):
+            plain = "".join(f"\\u{ord(char):04x}" for char in said)
+            for structure in (
+                Structure("choice", json.dumps([said])),
+                Structure("regex", plain),
+                Structure("grammar", f"start: {json.dumps(said)}"),
+                Structure("grammar", f"start: /{plain}/ // {name}"),
+                Structure("grammar", json.dumps({"grammars": [{"lark_grammar": f"start: {json.dumps(said)}"}]})),
+            ):
+                ids = walk(grammars, structure)
+                assert tokenizer.decode(ids, skip_special_tokens=False) == said, structure
+            found = tokenizer.decode(walk(grammars, Structure("json_schema", json.dumps({"const": said}))), False)
+            assert json.loads(found) == said
+            before = walk(grammars, Structure("grammar", f"start: {json.dumps(said)} /[ab]{{3}}/"))
+            assert tokenizer.decode(before[:-1], skip_special_tokens=False).startswith(said)
+
+
+def test_the_token_is_asked_for_by_name_or_id(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    for name in ("<think>", "<|im_start|>", "<h1>"):
+        number = tokenizer.token_to_id(name)
+        for source in (f'start: {name} "{name}" {name}', f'start: <[{number}]> "{name}" {name}'):
+            for text in (source, json.dumps({"grammars": [{"lark_grammar": source}]})):
+                ids = walk(grammars, Structure("grammar", text))
+                assert ids[0] == ids[-1] == number and number not in ids[1:-1]
+                assert tokenizer.decode(ids[1:-1], skip_special_tokens=False) == name
+    with pytest.raises(InvalidRequest, match=r"^structure: <nothing> is no token of this model"):
+        grammars.guide(Structure("grammar", "start: <nothing>"))
+
+
+def test_no_text_has_such_a_token(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    mask = grammars.guide(Structure("regex", "(.|\\n)*")).allowed([])
+    allowed = {name for name in ALL if mask[(i := tokenizer.token_to_id(name)) // 8] >> i % 8 & 1}
+    assert allowed == {"<|im_end|>", "[PLAIN]", "\n\n"}  # the first ends it
+
+
+def test_what_has_no_end_is_gone_over_once() -> None:
+    """Where each quote is looked at to the end of the line, this takes minutes."""
+    special = SpecialTokens({"added_tokens": [{"content": "<a>", "id": 7}]})
+    for letters in ('\\"', "/", '"', "<", "</", '<"', "#<", "<a", "\\/"):
+        text = letters * (200_000 // len(letters))
+        assert special.by_id(text + "\n <a>") == text + "\n <[7]>"
