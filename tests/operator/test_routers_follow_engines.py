@@ -305,6 +305,26 @@ def test_routers_of_which_none_starts_are_each_tried_and_do_not_change_places(su
     assert life.answered
 
 
+@pytest.mark.parametrize("surge", SURGES)
+def test_routers_that_have_begun_to_change_do_not_step_back_for_a_failed_probe(surge: dict[str, Any]) -> None:
+    """Of all new engines at once."""
+    life = Life(Asked(rollout=tuple(surge.items())))
+    life.edit(model="b")
+    life.go(60, until=lambda: {("a", False), ("b", False)} == life.ready(R))
+    new = role_revision(life.asked.spec, R)
+    before = life.world.seen.router_of(new)
+
+    def failed(workload: Workload) -> Workload:
+        if life.known[W, workload.revision] != ("b", False):
+            return workload
+        pods = (replace(pod, ready=False, changed=life.world.now) for pod in workload.pods)
+        return replace(workload, pods=tuple(pods))
+
+    seen = life.world.seen
+    wanted = plan(life.asked.spec, replace(seen, engines=tuple(map(failed, seen.engines))), life.world.now)
+    assert before is not None and wanted.routers[new] >= before.replicas
+
+
 def test_the_only_router_does_not_wait_for_room_when_it_has_no_engine() -> None:
     """Of a quota that has room for one."""
     life = Life(Asked(replicas=1, routers=1, rollout=tuple(SURGES[0].items())))

@@ -44,15 +44,16 @@ def goal_of(service: InferenceService, goals: Sequence[Goal], seen: Observed, *,
     return max(found, key=_standing).revision if found else wanted
 
 
-def may_change(goal: str, goals: Sequence[Goal], seen: Observed, *, rolling: bool) -> bool:
-    """Whether routers may come to a revision now. `rolling`: engines of other revisions are there."""
+def may_change(goal: str, goals: Sequence[Goal], seen: Observed, now: float, *, rolling: bool) -> bool:
+    """Whether routers may come to a revision now. `rolling`: engines of other revisions are there. Once some have, the
+    rest do also while new engines flicker."""
     if not rolling:
         return True
     new = seen.router_of(goal)
     begun = new is not None and new.replicas > 0
     for role in (role for role in goals if role.count > 0):
         engines = current(role, seen)
-        fresh = 0 if engines is None else engines.ready
+        fresh = 0 if engines is None else engines.well(now) if begun else engines.ready
         others = sum(w.ready for w in seen.of(role.component)) - fresh
         if fresh == 0 or (fresh < others and not begun):
             return False
@@ -81,7 +82,7 @@ def next_step(
         if lost or _stand_in(service, best.revision, seen, now) is not None:
             return next_counts(service, best.revision, seen, now)
         return held_counts(service, seen, best)
-    may = may_change(goal, goals, seen, rolling=rolling) or alone
+    may = may_change(goal, goals, seen, now, rolling=rolling) or alone
     return next_counts(service, goal if may else best.revision, seen, now)
 
 
