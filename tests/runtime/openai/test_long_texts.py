@@ -17,11 +17,11 @@ from small_bpe import byte_level_bpe
 from tokenizers import AddedToken, decoders, models, normalizers, processors, trainers
 from tokenizers import Tokenizer as HfTokenizer
 
-from isthmus_runtime.errors import Cancelled, InvalidRequest, MemoryShort, Overloaded
+from isthmus_runtime.errors import InvalidRequest, MemoryShort, Overloaded
 from isthmus_runtime.openai import long_texts as module
 from isthmus_runtime.openai import tokenizer as tokenizer_module
 from isthmus_runtime.openai.chat import Conversation
-from isthmus_runtime.openai.long_texts import LongTexts, _Line
+from isthmus_runtime.openai.long_texts import LongTexts
 from isthmus_runtime.openai.planning import Planning
 from isthmus_runtime.openai.tokenizer import Tokenizer, TooManyTokens
 from isthmus_runtime.request import SamplingOptions
@@ -337,57 +337,3 @@ def test_what_cannot_start_is_told(texts: LongTexts, monkeypatch: pytest.MonkeyP
     monkeypatch.undo()
     assert len(os.listdir("/proc/self/fd")) == held
     assert texts.encode("fox")[0] > 0
-
-
-def test_the_line_is_fair_by_time_and_gives_nobody_credit() -> None:
-    now = [0.0]
-    line, order, pause = _Line(lambda: now[0]), [], threading.Event()
-    threads: list[threading.Thread] = []
-
-    def wait(who: str, number: int, seconds: float) -> None:
-        with line.turn(who, lambda: None):
-            order.append((who, number))
-            now[0] += seconds
-
-    def come(*clients: tuple[str, int, float]) -> None:
-        for client in clients:
-            waiting = sum(map(len, line._waiting.values()))
-            threads.append(threading.Thread(target=wait, args=client))
-            threads[-1].start()
-            while sum(map(len, line._waiting.values())) == waiting:
-                pause.wait(0.001)
-
-    def go() -> list[tuple[str, int]]:
-        for thread in threads:
-            thread.join(DEADLINE_S)
-        found, order[:] = list(order), []
-        return found
-
-    with line.turn("long", lambda: None):
-        now[0] += 9.0
-        come(
-            ("long", 1, 9.0),
-            ("long", 2, 9.0),
-            ("a", 1, 0.1),
-            ("a", 2, 0.1),
-            ("b", 1, 0.1),
-            ("c", 1, 0.1),
-            ("b", 2, 0.1),
-        )
-
-        def leave() -> None:
-            raise Cancelled("gone")
-
-        with pytest.raises(Cancelled), line.turn("d", leave):
-            pass
-    assert go() == [("a", 1), ("b", 1), ("c", 1), ("a", 2), ("b", 2), ("long", 1), ("long", 2)]
-    assert not line._waiting and line._has is None and "d" not in line._ended
-    # Who has sent texts all the time waits for one of a new client, not for as many as it has had.
-    for number in range(20):
-        wait("steady", number, 1.0)
-    go()
-    with line.turn("new", lambda: None):
-        now[0] += 1.0
-        come(("new", 1, 1.0), ("new", 2, 1.0), ("new", 3, 1.0), ("steady", 1, 1.0), ("steady", 2, 1.0))
-    assert go().index(("steady", 1)) <= 1
-    assert len(line._ended) <= 2, "nobody is remembered for ever"

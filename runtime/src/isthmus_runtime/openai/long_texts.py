@@ -16,9 +16,8 @@ import threading
 import time
 import weakref
 from array import array
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from tokenizers import Tokenizer
@@ -26,6 +25,7 @@ from tokenizers import Tokenizer
 from ..errors import InvalidRequest, MemoryShort, Overloaded
 from ..heap import give_back
 from ..serving.memory import MemoryGuard
+from ..sharing.fair_line import FairLine
 from ..sharing.threads_in_turns import away, set_aside, spent, whose
 from .long_texts_process import ANSWER, END, ENDED, JOB, NO_MEMORY, TEXT, Answer, Ended, Job, Pipes, serve
 
@@ -58,7 +58,7 @@ class LongTexts:
         self.memory = MemoryGuard()
         """Of this process: says what a text may take at present. Where it does not, ANY_MEMORY."""
         self._tokenizers = tokenizers
-        self._line = _Line()
+        self._line = FairLine()
         self._pause = threading.Event()
         """Never set: nobody tells when there is memory again."""
         self._process: _Process | None = None
@@ -159,68 +159,6 @@ class LongTexts:
 
 class _Gone(Exception):
     """The process has ended."""
-
-
-class _Line:
-    """One thread at a time, by start-time fair queueing (Goyal, Vin and Cheng 1996): a client's text begins where its
-    last one ended, or where the one that is served did, whichever is later; the earliest is next. So whose texts take
-    least go first, and nobody has credit for a time without any."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._changed = threading.Condition()
-        self._waiting: OrderedDict[str, deque[object]] = OrderedDict()
-        self._has: object | None = None
-        self._now = 0.0
-        """Where the text that is served began, in seconds of this line."""
-        self._ended: dict[str, float] = {}
-        """Where a client's last text did, if later."""
-
-    @contextmanager
-    def turn(self, who: str, check: Callable[[], None]) -> Iterator[None]:
-        """`check` raises where it is waited for no more. What is done within counts as the client's."""
-        me = object()
-        with self._changed:
-            self._waiting.setdefault(who, deque()).append(me)
-            self._next()
-            try:
-                while self._has is not me:
-                    self._changed.wait(_LOOK_S)
-                    check()
-            except BaseException:
-                self._leave(who, me)
-                raise
-            start, begun = self._now, self._clock()
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._ended[who] = start + self._clock() - begun
-                self._has = None
-                self._next()
-
-    def _start(self, who: str) -> float:
-        return max(self._now, self._ended.get(who, 0.0))
-
-    def _next(self) -> None:
-        if self._has is None and self._waiting:
-            who = min(self._waiting, key=self._start)
-            self._now = self._start(who)
-            self._ended = {name: end for name, end in self._ended.items() if end > self._now}
-            mine = self._waiting.pop(who)
-            self._has = mine.popleft()
-            if mine:
-                self._waiting[who] = mine  # behind all others
-            self._changed.notify_all()
-
-    def _leave(self, who: str, me: object) -> None:
-        if self._has is me:
-            self._has = None
-            self._next()
-            return
-        self._waiting[who].remove(me)
-        if not self._waiting[who]:
-            del self._waiting[who]
 
 
 class _Said(NamedTuple):

@@ -33,16 +33,6 @@ _A = TypeVar("_A")
 _M = TypeVar("_M")
 
 
-class _Places(Protocol):
-    """What a task that may be paused has one of, asked on its thread."""
-
-    def leave(self, task: _Task) -> None:
-        """Others may have it."""
-
-    def wait(self, task: _Task) -> None:
-        """Until it has one again. Raises what it is to end with."""
-
-
 class _Task:
     """What a thread does for somebody, in one turn or several."""
 
@@ -226,7 +216,7 @@ class ThreadsInTurns:
                 part.give_back()
             raise
         loop = asyncio.get_running_loop()
-        task = _Task(who, _PlacesOf(self, loop) if self._most_paused else None)
+        task = _Task(who, _Places(self, loop) if self._most_paused else None)
 
         def make_it() -> _M:
             _work.task, _work.others_wait = task, self._turns.others_wait
@@ -304,16 +294,18 @@ class ThreadsInTurns:
             longest.end(_too_long(len(holding), longest))
 
 
-class _PlacesOf:
-    """Those of threads, for a task of theirs."""
+class _Places:
+    """Of threads: a task that may be paused has one of them."""
 
     def __init__(self, threads: ThreadsInTurns, loop: asyncio.AbstractEventLoop) -> None:
         self._threads, self._loop = threads, loop
 
     def leave(self, task: _Task) -> None:
+        """Others may have its place. On its thread, as is `wait`."""
         self._loop.call_soon_threadsafe(self._threads.give_place, task)
 
     def wait(self, task: _Task) -> None:
+        """Until it has one again. Raises what it is to end with."""
         task.go.clear()
         self._loop.call_soon_threadsafe(self._threads.take_place, task)
         while not task.go.wait(_LOOK_S):
