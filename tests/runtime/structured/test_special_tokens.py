@@ -84,6 +84,19 @@ def test_no_text_has_such_a_token(grammars: Grammars, tokenizer: Tokenizer) -> N
     assert allowed == {"<|im_end|>", "[PLAIN]", "\n\n"}  # the first ends it
 
 
+@pytest.mark.parametrize("word", ["é", "größer", "größer als", "中文"])
+def test_added_words_are_what_they_are_decoded_as(word: str, model: Path) -> None:
+    """A byte-level decoder takes `é` for a byte, and `größer` for bytes that are no text."""
+    made = Tokenizer.from_file(str(model / "tokenizer.json"))
+    made.add_tokens([word])
+    grammars = Grammars(made.to_str(), eos_token_ids=[EOS], vocab_size=made.get_vocab_size())
+    for said in (word, f"a {word}."):
+        assert made.decode(walk(grammars, Structure("choice", json.dumps([said])))) == said
+    for seed in range(5):
+        found = made.decode(walk(grammars, Structure("json_schema", '{"type": "string", "maxLength": 40}'), seed))
+        assert "\ufffd" not in json.loads(found)
+
+
 def test_what_has_no_end_is_gone_over_once() -> None:
     """Where each quote is looked at to the end of the line, this takes minutes."""
     special = SpecialTokens({"added_tokens": [{"content": "<a>", "id": 7}]})

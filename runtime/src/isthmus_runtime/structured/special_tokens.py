@@ -13,8 +13,12 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tokenizers.pre_tokenizers import ByteLevel
+
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 """A token for what no other has; the model's algorithm knows it by this name."""
+_LETTERS = frozenset(letter for letter in ByteLevel.alphabet() if not letter.isascii())
+"""What stands for one byte in tokens of a byte-level vocabulary, and where tokens are decoded."""
 _LARK = re.compile(
     r'"(?:\\.|[^"\\\n])*+"?'  # a text; each to its end, or that of its line, so that nothing is gone over twice
     r"|//[^\n]*+|#[^\n]*+"
@@ -34,12 +38,23 @@ class SpecialTokens:
     def apart(self, tokenizer: dict[str, Any]) -> dict[str, Any]:
         """The tokenizer.json, changed, as llguidance is to have it."""
         salt = secrets.token_hex(16)
-        names = {text: f"<|{salt}{i:08x}|>" for i, text in enumerate(self._ids)}
+        names = {text: f"<|{salt}{i:08x}|>" for i, text in enumerate([*self._ids, *self._other_bytes(tokenizer)])}
         if not names:
             return tokenizer
         for token in tokenizer["added_tokens"]:
             token["special"] = bool(token.get("special")) or token["content"] in names  # by its old name it was
         return renamed(tokenizer, names)
+
+    def _other_bytes(self, tokenizer: dict[str, Any]) -> list[str]:
+        """Words that were added (`größer`) and are found in texts, but decoded as other bytes than theirs. Those that
+        the vocabulary has as well (`é`, a byte) stay tokens, and are found in no text any more."""
+        vocab = tokenizer["model"].get("vocab")
+        if not isinstance(vocab, dict) or not _is_byte_level(tokenizer):
+            return []
+        added = tokenizer.get("added_tokens") or []
+        words = {t["content"] for t in added if not _LETTERS.isdisjoint(t["content"])} - self._ids.keys()
+        tokenizer["added_tokens"] = [t for t in added if t["content"] not in words & vocab.keys()]
+        return sorted(words - vocab.keys())
 
     def by_id(self, grammar: str) -> str:
         """A grammar in Lark's syntax, or as JSON, with ids for names of tokens. ValueError for a name of none."""
@@ -70,6 +85,16 @@ def _is_special(token: Mapping[str, Any]) -> bool:
     if _BYTE.fullmatch(text):
         return False
     return bool(token.get("special")) or (text.startswith("<") and text.endswith(">"))
+
+
+def _is_byte_level(tokenizer: Mapping[str, Any]) -> bool:
+    found = [tokenizer.get("decoder"), tokenizer.get("pre_tokenizer")]
+    for part in found:
+        if isinstance(part, Mapping):
+            if part.get("type") == "ByteLevel":
+                return True
+            found += [*part.get("decoders", ()), *part.get("pretokenizers", ())]
+    return False
 
 
 def renamed(tokenizer: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
