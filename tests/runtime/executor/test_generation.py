@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fake_device import FakeDevice
+from tiny_models import DEEPSEEK, Tiny, build
 
 from isthmus_kernels import native
 from isthmus_runtime.config import KvConfig, SchedulerConfig
@@ -30,37 +31,12 @@ from isthmus_runtime.request import GenerateRequest, SamplingParams, TokenChunk
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
 
-@dataclass(frozen=True)
-class Tiny:
-    """A random model of odd dimensions, and how to serve it."""
-
-    config: str
-    overrides: dict[str, Any] = field(default_factory=dict)
-    heads: int = 4
-    kv_heads: int = 2
-    block_size: int = 16
-    budget: int = 64
-    layout: str = "block-major"
-
-
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
-}
-DEEPSEEK = {
-    "q_lora_rank": 40,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 24,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 20,
-    "n_routed_experts": 12,
-    "num_experts_per_tok": 3,
-    "n_group": 4,
-    "topk_group": 2,
-    "moe_intermediate_size": 24,
 }
 TINY = {
     "gqa-tied": Tiny("LlamaConfig", {"tie_word_embeddings": True}),
@@ -252,36 +228,6 @@ TINY = {
     ),
     "qwen3-qk-norm": Tiny("Qwen3Config", {"head_dim": 24}, heads=5, kv_heads=5, block_size=32),
 }
-
-
-def build(case: Tiny, directory: Path, scale: float = 0.4) -> Any:
-    """Save a random model to `directory`; the transformers model. `scale`: of its weights."""
-    import transformers
-
-    options: dict[str, Any] = {
-        "vocab_size": 97,
-        "hidden_size": 72,
-        "intermediate_size": 76,
-        "num_hidden_layers": 3,
-        "num_attention_heads": case.heads,
-        "num_key_value_heads": case.kv_heads,
-        "max_position_embeddings": 256,
-        # Wide weights: a narrow random model repeats one token, which proves little.
-        "initializer_range": scale,
-        "tie_word_embeddings": False,
-    }
-    torch.manual_seed(0)
-    config = getattr(transformers, case.config)(**{**options, **case.overrides})
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "norm" in name or name.endswith("bias"):
-                weight.add_(torch.randn_like(weight) * 0.2)
-        for name, buffer in model.named_buffers():
-            if name.endswith("correction_bias"):
-                buffer.copy_(torch.rand_like(buffer) * 0.3)
-    model.save_pretrained(directory, safe_serialization=True)
-    return model
 
 
 @torch.no_grad()

@@ -37,24 +37,25 @@ class SpecialTokens:
 
     def apart(self, tokenizer: dict[str, Any]) -> dict[str, Any]:
         """The tokenizer.json, changed, as llguidance is to have it."""
+        words = self._other_bytes(tokenizer)
+        # Those that the vocabulary has as well (`é`, a byte) stay tokens, and are found in no text any more.
+        tokens = {word for word in words if word in tokenizer["model"]["vocab"]}
+        if tokens:
+            tokenizer["added_tokens"] = [t for t in tokenizer["added_tokens"] if t["content"] not in tokens]
         salt = secrets.token_hex(16)
-        names = {text: f"<|{salt}{i:08x}|>" for i, text in enumerate([*self._ids, *self._other_bytes(tokenizer)])}
+        names = {text: f"<|{salt}{i:08x}|>" for i, text in enumerate([*self._ids, *sorted(words - tokens)])}
         if not names:
             return tokenizer
         for token in tokenizer["added_tokens"]:
             token["special"] = bool(token.get("special")) or token["content"] in names  # by its old name it was
         return renamed(tokenizer, names)
 
-    def _other_bytes(self, tokenizer: dict[str, Any]) -> list[str]:
-        """Words that were added (`größer`) and are found in texts, but decoded as other bytes than theirs. Those that
-        the vocabulary has as well (`é`, a byte) stay tokens, and are found in no text any more."""
-        vocab = tokenizer["model"].get("vocab")
-        if not isinstance(vocab, dict) or not _is_byte_level(tokenizer):
-            return []
-        added = tokenizer.get("added_tokens") or []
-        words = {t["content"] for t in added if not _LETTERS.isdisjoint(t["content"])} - self._ids.keys()
-        tokenizer["added_tokens"] = [t for t in added if t["content"] not in words & vocab.keys()]
-        return sorted(words - vocab.keys())
+    def _other_bytes(self, tokenizer: Mapping[str, Any]) -> set[str]:
+        """Words that were added (`größer`) and are found in texts, but decoded as other bytes than theirs."""
+        if not isinstance(tokenizer["model"].get("vocab"), dict) or not _is_byte_level(tokenizer):
+            return set()
+        added = {token["content"] for token in tokenizer.get("added_tokens") or ()}
+        return {word for word in added - self._ids.keys() if not _LETTERS.isdisjoint(word)}
 
     def by_id(self, grammar: str) -> str:
         """A grammar in Lark's syntax, or as JSON, with ids for names of tokens. ValueError for a name of none."""
