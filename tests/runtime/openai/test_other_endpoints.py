@@ -63,6 +63,7 @@ def shown(tokenizer, api):
     return tokenizer.pieces_with(None).join(api.backend.requests[-1].prompt_token_ids)
 
 
+LONG = [{"role": "user", "content": "x " * 400}]
 TOOL = {"type": "function", "name": "look", "description": "d", "parameters": {"type": "object"}, "strict": True}
 THEIR_TOOL = {"name": "look", "description": "d", "input_schema": {"type": "object"}}
 
@@ -473,6 +474,30 @@ def test_errors_in_their_form(serve, run, tokenizer, claude, anthropic):
                 with pytest.raises(openai.APIError, match="decode died"):
                     async for _ in await o.responses.create(model="tiny", input="hi", stream=True):
                         pass
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("chat/completions", {"messages": LONG}, "prompt is too long: "),
+        ("responses", {"input": LONG}, "prompt is too long: "),
+        ("messages", {"messages": LONG, "max_tokens": 5}, "prompt is too long: "),
+        ("completions", {"prompt": "x " * 400}, "prompt is too long: "),
+        ("completions", {"prompt": [5] * 400}, "prompt is too long: "),
+        ("chat/completions", {"messages": HELLO, "max_tokens": 250}, ""),
+    ],
+)
+def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_know(serve, run, tokenizer, path, body, words):
+    """LiteLLM falls back to another model by either, langchain-anthropic knows only the latter."""
+
+    async def main():
+        async with serve(spell(tokenizer, "a")) as api:
+            status, answer = await events(api, f"/v1/{path}", body)
+            assert status == 400
+            told = answer["error"]["message"]
+            assert "this model's maximum context length is 256 tokens" in told and words in told
 
     run(main())
 
