@@ -73,7 +73,12 @@ def build_serve_parser() -> argparse.ArgumentParser:
         default="256Mi",
         help="of all request bodies that are not answered yet; a third of what the memory limit leaves at most",
     )
-    p.add_argument("--memory-limit", default="", help="near which requests are refused; default: the control group's")
+    p.add_argument(
+        "--memory-limit",
+        default="",
+        help="near which requests are refused; default: the control group's. Of this process and its engine process: "
+        "leave room for those that tokenise long texts (70 MB) and check grammars (up to 384 MiB)",
+    )
     p.add_argument("--trace-endpoint", default="", help="http(s)://host:4318 of an OpenTelemetry collector; none: off")
     p.add_argument("--trace-sampling", default="1", help="share of traces that begin here, above 0 up to 1")
     p.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])

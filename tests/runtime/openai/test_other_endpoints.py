@@ -430,6 +430,8 @@ def test_a_loop_over_tools_goes_on_where_no_conversation_is_kept(serve, run, cal
         ("", ["message"], []),
         (CALL, ["function_call"], ["tool_use"]),
         ("a", ["message"], ["text"]),
+        (f"a{CALL}b", ["message", "function_call", "message"], ["text", "tool_use", "text"]),
+        (f"{CALL}{CALL}b", ["function_call"] * 2 + ["message"], ["tool_use"] * 2 + ["text"]),
     ],
 )
 def test_an_answer_has_no_more_than_was_said(serve, run, caller, claude, said, items, blocks):
@@ -446,6 +448,59 @@ def test_an_answer_has_no_more_than_was_said(serve, run, caller, claude, said, i
             assert [block.type for block in (await a.messages.create(**ask)).content] == blocks
             async with a.messages.stream(**ask) as stream:
                 assert [block.type for block in (await stream.get_final_message()).content] == blocks
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    "said, statuses",
+    [
+        ("<think>hm", {"reasoning": "incomplete"}),
+        ("<think>hm</think>a", {"reasoning": "completed", "message": "incomplete"}),
+        (CALL, {"function_call": "completed"}),
+        (f"{CALL}b", {"function_call": "completed", "message": "incomplete"}),
+    ],
+)
+def test_what_was_cut_off_is_told_as_incomplete(serve, run, caller, said, statuses):
+    """In one piece and in a stream: the item that the limit of tokens has ended, and no call, which is whole."""
+
+    async def main():
+        async with serve(spell(caller, said), used=caller) as api, client(api) as c:
+            api.backend.max_model_len = 4000
+            ask = {"model": "tiny", "input": "hi", "tools": [TOOL], "max_output_tokens": len(caller.encode(said))}
+            whole = await c.responses.create(**ask)
+            done = {}
+            async with c.responses.stream(**ask) as stream:
+                async for event in stream:
+                    if event.type == "response.output_item.done":
+                        done[event.item.type] = event.item.status
+                streamed = event.response
+            assert whole.status == streamed.status == "incomplete"
+            for answer in (whole, streamed):
+                assert {item.type: item.status for item in answer.output} == statuses
+            assert done == statuses
+
+    run(main())
+
+
+def test_what_was_said_after_a_call_goes_in_beside_it(serve, run, caller):
+    """Templates want the results right after the message that has the calls."""
+
+    async def main():
+        async with serve(spell(caller, f"a{CALL}b"), used=caller) as api, client(api) as c:
+            api.backend.max_model_len = 4000
+            got = await c.responses.create(model="tiny", input="hi", tools=[TOOL])
+            said = [item.model_dump(exclude_none=True) for item in got.output]
+            result = {"type": "function_call_output", "call_id": got.output[1].call_id, "output": "seen"}
+            ask = [{"role": "user", "content": "hi"}, *said, result]
+            await c.responses.create(model="tiny", input=ask)
+            prompt = shown(caller, api)
+            assert prompt.count("<|im_start|>assistant\n") == 2 and "assistant\na\nb{" in prompt
+            assert prompt.index('"look"') < prompt.index("<|im_start|>tool\nseen")
+            bad = {"role": "assistant", "content": [{"type": "output_text", "text": 5}]}
+            with pytest.raises(openai.BadRequestError) as e:
+                await c.responses.create(model="tiny", input=[*ask[:3], bad, result])
+            assert e.value.param == "input[3].content[0]"
 
     run(main())
 

@@ -271,9 +271,11 @@ class AnthropicFormat(Format):
         content: list[dict[str, Any]] = []
         if answer.reasoning:
             content.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
-        if answer.text:
-            content.append({"type": "text", "text": answer.text})
-        content += [{**self._use(c), "input": json.loads(c.arguments)} for c in answer.calls]
+        for part in answer.parts():
+            if isinstance(part, str):
+                content.append({"type": "text", "text": part})
+            else:
+                content.append({**self._use(part), "input": json.loads(part.arguments)})
         ended = _ended(answer.finish_reason, answer.stop)
         told = {**self._about, "content": content, **ended, "usage": _usage(usage), **self._with_ids(answer)}
         yield json.dumps(told).encode()

@@ -113,17 +113,12 @@ class RouterBackend:
         return found
 
     def ready(self) -> str:
-        """Empty when a prompt could be served now, else why not."""
+        """Empty when a prompt could be served now, else why not. It names no engine, for clients are told it: the log
+        and /info have what each of them lacks."""
         refusal = self._refusal()
         if refusal is None:
             return ""
-        problems = "; ".join(f"{s.url} {s.reason}" for s in self._pool.statuses() if s.reason)
-        return f"{_REFUSALS[refusal]} ({problems or 'none was found yet'})"
-
-    def lacking(self) -> str:
-        """`ready` for clients: it names no address."""
-        refusal = self._refusal()
-        return "" if refusal is None else _REFUSALS[refusal]
+        return _REFUSALS[refusal] if self._pool.statuses() else f"{_REFUSALS[refusal]}: none was found yet"
 
     def _refusal(self) -> Refusal | None:
         fleet = self._pool.fleet
