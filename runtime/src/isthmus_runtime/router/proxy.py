@@ -304,8 +304,8 @@ class RouterBackend:
         if refusal is Refusal.LONG_PROMPT:
             most = self._pool.fleet.longest_prefill
             return NeverFits(
-                f"the prompt has {facts.prompt_tokens} tokens, but prefill engines take {most} at most, and "
-                "computing longer ones on decode is switched off; shorten it"
+                f"the prompt is too long: it has {facts.prompt_tokens} tokens, but prefill engines take {most} at "
+                "most, and computing longer ones on decode is switched off; shorten it"
             )
         return Overloaded(_REFUSALS[refusal], retry_after_s=_RETRY_AFTER_S)
 
