@@ -6,6 +6,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from os import urandom
 from types import MappingProxyType
 
@@ -250,7 +251,7 @@ class RouterBackend:
                     deadline=deadline,
                     pool=self._pool,
                     links=self._links,
-                    other_prefill=(lambda url: self._could_pair(request, url)) if failed is None else lambda _: False,
+                    other_prefill=partial(self._could_pair, request) if failed is None else lambda _: False,
                     metrics=self._metrics,
                     early=self._begins_early(request, choice, facts),
                 )
