@@ -239,11 +239,11 @@ def parse_serve(argv: Sequence[str]) -> EngineConfig | RouterConfig:
 
 def _of_another_role(args: argparse.Namespace, role: Role) -> list[str]:
     """A problem for each flag that was given and is not for this role: who asks for a key, say, relies on it."""
-    adders, readers, fix = (_add_router_flags, _add_chat_flags), "routers and unified engines", "give it to the router"
+    adders, readers, fix = [_add_router_flags, _add_chat_flags], "routers and unified engines", "give it to the router"
     if role is Role.ROUTER:
-        adders, readers, fix = (_add_engine_flags, _add_transfer_flags), "engines", "remove it here"
+        adders, readers, fix = [_add_engine_flags, _add_transfer_flags], "engines", "remove it here"
     elif role is Role.UNIFIED:
-        adders, readers = (_add_router_flags,), "--role router"
+        adders, readers = [_add_router_flags], "--role router"
         fix = "put a router in front (--role router --worker HOST:PORT), and give it there"
     others = argparse.ArgumentParser(add_help=False)
     for add in adders:
