@@ -92,3 +92,19 @@ def test_a_flag_of_a_newer_operator_says_whose_version_is_too_old(capsys: pytest
     assert main(["serve", *UNIFIED, "--of-tomorrow", "1"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "--of-tomorrow" in line and version("isthmus-runtime") in line and "images of the operator's version" in line
+
+
+@pytest.mark.parametrize(
+    ("host", "pod", "listens"),
+    [
+        ("0.0.0.0", "", "0.0.0.0"),
+        ("0.0.0.0", "10.0.0.1", "0.0.0.0"),
+        ("0.0.0.0", "fd00::1", "::"),
+        ("127.0.0.1", "fd00::1", "127.0.0.1"),
+    ],
+)
+def test_all_addresses_are_also_those_of_ipv6_where_the_pods_is_one(
+    host: str, pod: str, listens: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POD_IP", pod)
+    assert parse_serve([*UNIFIED, "--host", host]).server.host == listens

@@ -193,7 +193,7 @@ def parse_serve(argv: Sequence[str]) -> EngineConfig | RouterConfig:
     read = FlagReader(args)
     role = Role(args.role)
     server = ServerConfig(
-        host=args.host,
+        host=_all_addresses(args.host),
         port=read.integer("port", 0, 65535),
         drain_timeout_s=read.duration("drain_timeout"),
         no_progress_timeout_s=read.duration("no_progress_timeout"),
@@ -235,6 +235,11 @@ def parse_serve(argv: Sequence[str]) -> EngineConfig | RouterConfig:
     if read.problems:
         raise ConfigError(read.problems)
     return config
+
+
+def _all_addresses(host: str) -> str:
+    """As they are asked for by 0.0.0.0, which leaves out a pod's own address where that is one of IPv6."""
+    return "::" if host == "0.0.0.0" and ":" in pod_ip() else host
 
 
 def _of_another_role(args: argparse.Namespace, role: Role) -> list[str]:
