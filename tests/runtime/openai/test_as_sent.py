@@ -25,6 +25,10 @@ def schema(**more):
     return {"text": {"format": {"type": "json_schema", "name": "n"} | more}}
 
 
+def formed(**more):
+    return {"output_config": {"format": {"type": "json_schema"} | more}}
+
+
 def blocks(role, *found):
     return {"messages": [*HELLO, {"role": role, "content": list(found)}]}
 
@@ -73,6 +77,18 @@ MESSAGES = [
     ({"stop_sequences": ["a"], "stop": ["b"]}, "stop"),
     ({"thinking": {"type": "enabled"}}, "thinking"),
     ({"thinking": {"type": "disabled"}, "reasoning_effort": "low"}, "reasoning_effort"),
+    ({"output_config": {"effort": "low"}}, "output_config.effort"),
+    ({"output_config": {"effort": "low"}, "thinking": {"type": "adaptive"}}, "output_config.effort"),
+    ({"output_config": {"effort": 5}}, "output_config.effort"),
+    ({"output_config": {"effort": "low"}, "reasoning_effort": "low"}, "reasoning_effort"),
+    ({"output_config": {"odd": 5}}, "output_config.odd"),
+    (formed(), "output_config.format.schema"),
+    (formed(schema={}, more=1), "output_config.format.more"),
+    (formed(type="odd"), "output_config.format.type"),
+    (formed(schema={}) | {"response_format": {"type": "text"}}, "response_format"),
+    (formed(schema={}), "output_config.format"),  # no grammars here, which is known last
+    ({"cache_control": 5}, "cache_control"),
+    ({"thread": {"type": "create"}}, "thread"),
     ({"tools": [THEIR_TOOL, THEIR_TOOL | {"input_schema": 5}]}, "tools[1].input_schema"),
     ({"tools": [THEIR_TOOL, {"input_schema": {}}]}, "tools[1].name"),
     ({"tools": [THEIR_TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
@@ -102,7 +118,7 @@ MESSAGES = [
         (
             "messages/count_tokens",
             {"messages": HELLO},
-            [case for case in MESSAGES if case[1] not in ("messages", "stop_sequences")],
+            [case for case in MESSAGES if case[1] not in ("messages", "stop_sequences", "output_config.format")],
         ),
     ],
 )
