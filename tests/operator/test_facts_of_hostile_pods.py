@@ -238,7 +238,7 @@ def test_nonsense_is_no_answer(body: bytes, monkeypatch: pytest.MonkeyPatch) -> 
     (found,), _ = ask(answer(body), monkeypatch)
     assert found.engines == {}
     (found,), _ = ask(answer(b'{"engines": ' + body + b"}"), monkeypatch, one=pod(component=Component.ROUTER))
-    assert not found.routable
+    assert not found.routers
 
 
 def test_texts_are_cut_before_they_reach_a_status(monkeypatch: pytest.MonkeyPatch) -> None:

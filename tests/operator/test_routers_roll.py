@@ -10,7 +10,7 @@ import pytest
 from rollout_world import assert_done, run, service, settled, step, with_pods
 
 from isthmus_operator.api.v1alpha1 import InferenceService
-from isthmus_operator.plan.observed import SICK_AFTER_S, Facts, Pod
+from isthmus_operator.plan.observed import SICK_AFTER_S, Facts, Pod, Word
 from isthmus_operator.plan.planner import Plan, Rollout, plan
 from isthmus_operator.plan.rehearse import World
 from isthmus_operator.plan.status import status_of
@@ -182,8 +182,11 @@ def test_engines_that_no_router_takes_make_nothing_available() -> None:
     world.seen = replace(world.seen, engines=(replace(world.seen.engines[0], pods=tuple(pods)),))
     wanted = plan(target, world.seen, world.now)
     assert available(target, world, wanted, Facts())[0] == "True", "nobody has asked"
-    assert available(target, world, wanted, Facts(routable={pods[0].ip: True}))[0] == "True"
-    status, message = available(target, world, wanted, Facts(routable={pod.ip: False for pod in pods}))
+    revision = world.seen.routers[0].revision
+    one = Facts(routers={revision: {pods[0].ip: Word.TAKEN}})
+    assert available(target, world, wanted, one)[0] == "True"
+    none = Facts(routers={revision: {pod.ip: Word.NOT_NOW for pod in pods}})
+    status, message = available(target, world, wanted, none)
     assert status == "False" and "none of 2 engines" in message
 
 

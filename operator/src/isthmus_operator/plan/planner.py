@@ -5,6 +5,7 @@ holds a rollout up, when it has failed, and in which order store, engines and ro
 
 - The master of a store is ready before the first engine that uses it starts, and goes after the last.
 - A workload of an old revision stays, at zero, until the rollout is over: it is what a rollback goes back to.
+- A pod to which routers give nothing for its tokenizer does not count (`refusals`).
 - A pod that has crashed counts for a rollout once it has been ready for a while: one that crashes and is ready for a
   moment again and again would take the old ones away.
 - A rollback goes back in time: to what was there before the revision that failed was made. A revert that fails stays.
@@ -42,6 +43,7 @@ from .progress import (
     remaining,
     store_ready,
 )
+from .refusals import next_look, without_refused, without_unseen
 from .rollout import Goal, Move, lingering, next_move, places, recreate_move, reduced, settles
 
 Key = tuple[Component, str]
@@ -91,10 +93,11 @@ class Plan:
 def plan(service: InferenceService, seen: Observed, now: float) -> Plan:
     """The next step. With the cluster as it wants it, it equals what exists."""
     wanted = goals_of(service, seen)
-    there, seen = seen, seen.settled(now)
+    router = role_revision(service, Component.ROUTER)
+    there = without_refused(seen, wanted, router)
+    seen = there.settled(now)
     revision = service_revision(service)
     failed = seen.failed if seen.failed == revision else ""
-    router = role_revision(service, Component.ROUTER)
     at_stake = changing(service, wanted, router, there)
     stuck = "" if failed else overdue(service, at_stake, now) or crashing(service, at_stake, now)
     if (
@@ -106,6 +109,7 @@ def plan(service: InferenceService, seen: Observed, now: float) -> Plan:
     goals = (_fallback(wanted, seen, now) or wanted) if failed else wanted
     router = routers.goal_of(service, goals, seen, failed=bool(failed))
     rolling = is_rolling(goals, seen, now)
+    ready, seen = seen, without_unseen(seen, goals, router, now) if rolling else seen
     hold = _hold(service, goals, seen, rolling, "" if failed else stuck)
     stands = bool(hold) or not rolling
     every = present(service, goals, router, there)
@@ -128,7 +132,7 @@ def plan(service: InferenceService, seen: Observed, now: float) -> Plan:
         failed=failed,
         waits=tuple(dict.fromkeys(wait for wait in (stuck, hold, *move.waits) if wait)),
         gap=move.gap,
-        wake=_earliest(move.wake, next_deadline(service, every, there, now)),
+        wake=_earliest(move.wake, next_deadline(service, every, there, now), next_look(ready, seen, now)),
     )
 
 
