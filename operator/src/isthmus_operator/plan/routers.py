@@ -44,14 +44,20 @@ def goal_of(service: InferenceService, goals: Sequence[Goal], seen: Observed, *,
     return max(found, key=_standing).revision if found else wanted
 
 
-def may_change(goal: str, goals: Sequence[Goal], seen: Observed, now: float, *, rolling: bool) -> bool:
+def may_change(
+    service: InferenceService, goal: str, goals: Sequence[Goal], seen: Observed, now: float, *, rolling: bool
+) -> bool:
     """Whether routers may come to a revision now. `rolling`: engines of other revisions are there. Once some have, the
-    rest do also while new engines flicker."""
+    rest do also while new engines flicker. Of a new mode decode pods are enough that answer alone, where a last pod of
+    the former one may be in the way of prefill."""
     if not rolling:
         return True
     new = seen.router_of(goal)
     begun = new is not None and new.replicas > 0
-    for role in (role for role in goals if role.count > 0):
+    parts = {role.component for role in goals}
+    leaving = [w.replicas for w in seen.engines if w.component not in parts]
+    lone = bool(leaving) and sum(leaving) <= 1 and _decodes_alone(service)
+    for role in (role for role in goals if role.count > 0 and not (lone and role.component is Component.PREFILL)):
         engines = current(role, seen)
         fresh = 0 if engines is None else engines.well(now) if begun else engines.ready
         others = sum(w.ready for w in seen.of(role.component)) - fresh
@@ -82,7 +88,7 @@ def next_step(
         if lost or _stand_in(service, best.revision, seen, now) is not None:
             return next_counts(service, best.revision, seen, now)
         return held_counts(service, seen, best)
-    may = may_change(goal, goals, seen, now, rolling=rolling) or alone
+    may = may_change(service, goal, goals, seen, now, rolling=rolling) or alone
     return next_counts(service, goal if may else best.revision, seen, now)
 
 
@@ -95,9 +101,13 @@ def has_engines(service: InferenceService, routers: Workload, seen: Observed, no
 def _answer(service: InferenceService, pairs: bool, engines: Sequence[Workload], now: float) -> bool:
     """Whether such of these as an answer needs are well. `pairs`: the mode."""
     parts = [Component.DECODE] if pairs else [Component.WORKER]
-    if pairs and service.spec.router.on_prefill_unavailable is PrefillUnavailable.REJECT:
+    if pairs and not _decodes_alone(service):
         parts.append(Component.PREFILL)
     return all(any(w.well(now) for w in engines if w.component is part) for part in parts)
+
+
+def _decodes_alone(service: InferenceService) -> bool:
+    return service.spec.router.on_prefill_unavailable is PrefillUnavailable.LOCAL
 
 
 def suits(routers: Workload, engines: Workload) -> bool:
