@@ -206,6 +206,13 @@ def someone(world: World) -> bool:
     return False
 
 
+def answered_by_decode(world: World) -> bool:
+    """`someone` where decode answers alone (`Local`)."""
+    every = [(w.pairs, w.pairing) for w in world.seen.routers if w.ready]
+    parts = {True: Component.DECODE, False: Component.WORKER}
+    return any(w.ready and w.pairing == pairing for pairs, pairing in every for w in world.seen.of(parts[pairs]))
+
+
 @pytest.mark.parametrize("strategy", ["Recreate", "Coordinated"])
 def test_a_pause_does_not_leave_engines_to_routers_of_another_model(strategy: str) -> None:
     rollout = {"strategy": strategy, "maxSurge": 0, "maxUnavailable": 1}
@@ -267,7 +274,7 @@ def test_the_last_of_a_mode_stays_though_it_flickers(changes: dict[str, Any], un
     world = settled(old)
     world.places = sum(len(w.live) for w in world.seen.engines)
     step(new, world, 6)
-    assert someone(world)
+    assert answered_by_decode(world)
     part = Component.WORKER if unified else Component.DECODE
     with_pods(world, lambda pod: pod.component is part and pod.ready, changed=world.now, **changes)
     names = {pod.name for w in world.seen.engines if w.component is part for pod in w.live}
@@ -277,7 +284,7 @@ def test_the_last_of_a_mode_stays_though_it_flickers(changes: dict[str, Any], un
     with_pods(world, lambda pod: pod.name in names, ready=True)
     for _ in range(20):
         step(new, world)
-        assert someone(world)
+        assert answered_by_decode(world)
 
 
 @pytest.mark.parametrize(("workers", "pairs"), [(3, 2), (3, 3), (4, 4), (4, 6)])
@@ -293,13 +300,6 @@ def test_roles_of_a_mode_that_has_no_room_for_all_share_what_there_is(workers: i
     assert sum(w.ready for w in world.seen.engines if w.component is not Component.WORKER) >= 2
     world.places = 2 * pairs
     assert_done(new, run(new, world))
-
-
-def answered_by_decode(world: World) -> bool:
-    """`someone` where decode answers alone (`Local`)."""
-    every = [(w.pairs, w.pairing) for w in world.seen.routers if w.ready]
-    parts = {True: Component.DECODE, False: Component.WORKER}
-    return any(w.ready and w.pairing == pairing for pairs, pairing in every for w in world.seen.of(parts[pairs]))
 
 
 @pytest.mark.parametrize("surge", [0, 1])

@@ -135,8 +135,8 @@ TEXTS: dict[Reason, Text] = {
         "Run `kubectl logs POD -c model-fetch`; correct the source, its credentials or the network.",
     ),
     Reason.ANOTHER_TOKENIZER: Text(
-        "Routers give an engine nothing, as its model has another tokenizer than theirs: a branch has moved, or files were"
-        " changed in place, since they started. A rollout takes no old engine away for it.",
+        "Routers give an engine nothing, as its model has another tokenizer than theirs: a branch has moved, or files"
+        " were changed in place, since they started. A rollout takes no old engine away for it.",
         "Name another revision (best a commit) or place in `spec.model.source`, which replaces engines and routers in"
         " step; or restart the routers, which then know the new engines alone.",
     ),

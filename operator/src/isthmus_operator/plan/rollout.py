@@ -35,7 +35,8 @@ OVERDUE_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """What one engine role should come to: `count` pods of `revision`. max_unavailable + max_surge is above 0."""
+    """What one engine role should come to: `count` pods of `revision`. max_unavailable + max_surge is above 0.
+    `leaves`: the role is of a mode that is rolled back, and goes as one that the spec no longer has; count is 0."""
 
     component: Component
     revision: str
@@ -43,6 +44,7 @@ class Goal:
     count: int
     max_unavailable: int
     max_surge: int
+    leaves: bool = False
 
     def __post_init__(self) -> None:
         assert self.max_unavailable + self.max_surge > 0, "validation refuses a rollout in which no pod may change"

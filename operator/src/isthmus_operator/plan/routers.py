@@ -54,7 +54,7 @@ def may_change(
         return True
     new = seen.router_of(goal)
     begun = new is not None and new.replicas > 0
-    parts = {role.component for role in goals}
+    parts = {role.component for role in goals if not role.leaves}
     leaving = [w.replicas for w in seen.engines if w.component not in parts]
     lone = bool(leaving) and sum(leaving) <= 1 and _decodes_alone(service)
     for role in (role for role in goals if role.count > 0 and not (lone and role.component is Component.PREFILL)):

@@ -344,7 +344,8 @@ def _compatible_state(seen: Observed, wanted: Plan) -> State:
 def _roles(service: InferenceService, seen: Observed, wanted: Plan) -> Status:
     out: Status = {}
     for component, goal in wanted.goals.items():
-        out[component.value] = _role(seen.of(component), goal.count, goal.revision, seen)
+        count = wanted.had.get(component, goal.count)
+        out[component.value] = _role(seen.of(component), count, goal.revision, seen)
     for component in sorted({w.component for w in seen.engines} - wanted.goals.keys()):
         # A role that is leaving, or would come back: as many as it had.
         workloads = seen.of(component)
