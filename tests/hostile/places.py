@@ -146,6 +146,10 @@ _ANTHROPIC = {
     "tools": _list(_ANTHROPIC_TOOL),
     "tool_choice": _object({"type": _const("tool"), "name": _STRING}, disable_parallel_tool_use={"type": "boolean"}),
     "thinking": _object({"type": {"enum": ["disabled"]}}, budget_tokens={"type": "integer"}),
+    "output_config": _object(
+        {}, effort=_const("none"), format=_object({"type": _const("json_schema"), "schema": _ANY})
+    ),
+    "cache_control": _object({"type": _const("ephemeral")}),
 }
 _CHAT = copy.deepcopy(ChatRequest.model_json_schema()["properties"]["messages"])
 _CHAT["items"]["required"] = ["role", "content"]

@@ -483,6 +483,15 @@ def test_no_patch_that_passes_gives_a_pod_more_than_pod_security_restricted(patc
 def test_the_webhook_refuses_and_a_file_alone_does_not() -> None:
     manifest = changed(**pod(hostNetwork=True))
     with pytest.raises(kopf.AdmissionError, match=r"podPatch\.spec\.hostNetwork"):
-        asyncio.run(review(Workbench(), RESTRICTED, kopf.Body(typing.cast(Any, manifest))))
-    asyncio.run(review(Workbench(), Profile(restricted=False), kopf.Body(typing.cast(Any, manifest))))
+        asyncio.run(review(Workbench(), RESTRICTED, kopf.Body(typing.cast(Any, manifest)), warnings=[]))
+    asyncio.run(review(Workbench(), Profile(restricted=False), kopf.Body(typing.cast(Any, manifest)), warnings=[]))
     parse(manifest)
+
+
+@pytest.mark.parametrize("mode, warned", [("Direct", ["spec.store: engines with transfer.mode Direct"]), ("Store", [])])
+def test_the_webhook_warns_of_a_store_that_nobody_uses(mode: str, warned: list[str]) -> None:
+    """It is admitted: an edit of the mode alone passes by there."""
+    warnings: list[str] = []
+    body = kopf.Body(typing.cast(Any, changed(store={"segmentSize": "64Mi"}, transfer={"mode": mode})))
+    asyncio.run(review(Workbench(), RESTRICTED, body, warnings=warnings))
+    assert [text[: len(begin)] for text, begin in zip(warnings, warned, strict=True)] == warned

@@ -11,6 +11,7 @@ from isthmus_runtime.errors import ConfigError
 from isthmus_runtime.serve_flags import parse_serve
 
 UNIFIED = ["--role", "unified", "--model", "m"]
+DIRECT = ["--model", "m", "--transfer-mode", "direct"]
 ROUTER = ["--role", "router", "--model", "m"]
 
 
@@ -50,6 +51,9 @@ def problems(argv: list[str]) -> tuple[str, ...]:
         ([*ROUTER, "--worker", "h:1", "--request-timeout", "9999999h"], "--request-timeout", "up to"),
         ([*UNIFIED, "--api-key-file", "f"], "--api-key-file", "--role router --worker"),
         ([*UNIFIED, "--page", "off"], "--page", "not by --role unified"),
+        (["--role", "prefill", *DIRECT, "--reasoning", "think"], "--reasoning", "not by --role prefill"),
+        (["--role", "decode", *DIRECT, "--control-tokens", "never"], "--control-tokens", "give it to the router"),
+        (["--role", "decode", *DIRECT, "--max-queue", "9"], "--max-queue", "give it to the router"),
         ([*ROUTER, "--worker", "h:1", "--max-model-len", "9"], "--max-model-len", "engines alone"),
         ([*ROUTER, "--worker", "h:1", "--transfer-crc"], "--transfer-crc", "engines alone"),
         (

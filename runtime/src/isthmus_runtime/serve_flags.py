@@ -73,7 +73,12 @@ def build_serve_parser() -> argparse.ArgumentParser:
         default="256Mi",
         help="of all request bodies that are not answered yet; a third of what the memory limit leaves at most",
     )
-    p.add_argument("--memory-limit", default="", help="near which requests are refused; default: the control group's")
+    p.add_argument(
+        "--memory-limit",
+        default="",
+        help="near which requests are refused; default: the control group's. Of this process and its engine process: "
+        "leave room for those that tokenise long texts (70 MB) and check grammars (up to 384 MiB)",
+    )
     p.add_argument("--trace-endpoint", default="", help="http(s)://host:4318 of an OpenTelemetry collector; none: off")
     p.add_argument("--trace-sampling", default="1", help="share of traces that begin here, above 0 up to 1")
     p.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
@@ -234,13 +239,15 @@ def parse_serve(argv: Sequence[str]) -> EngineConfig | RouterConfig:
 
 def _of_another_role(args: argparse.Namespace, role: Role) -> list[str]:
     """A problem for each flag that was given and is not for this role: who asks for a key, say, relies on it."""
-    of_router = role is Role.ROUTER
+    adders, readers, fix = [_add_router_flags, _add_chat_flags], "routers and unified engines", "give it to the router"
+    if role is Role.ROUTER:
+        adders, readers, fix = [_add_engine_flags, _add_transfer_flags], "engines", "remove it here"
+    elif role is Role.UNIFIED:
+        adders, readers = [_add_router_flags], "--role router"
+        fix = "put a router in front (--role router --worker HOST:PORT), and give it there"
     others = argparse.ArgumentParser(add_help=False)
-    for add in (_add_engine_flags, _add_transfer_flags) if of_router else (_add_router_flags,):
+    for add in adders:
         add(others.add_argument_group())
-    readers, fix = "engines", "remove it here"
-    if not of_router:
-        readers, fix = "--role router", "put a router in front (--role router --worker HOST:PORT), and give it there"
     return [
         f"--{name.replace('_', '-')} is read by {readers} alone, not by --role {role.value}: {fix}"
         for name, default in vars(others.parse_args([])).items()

@@ -40,7 +40,7 @@ def test_a_prompt_ends_with_its_vector(length: int, budget: int) -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     world = World(num_blocks=9)
-    with pytest.raises(NeverFits, match="prompt has 64 tokens"):
+    with pytest.raises(NeverFits, match="prompt is too long: it has 64 tokens"):
         world.add(asking("a", list(range(64))))
     with pytest.raises(NeverFits, match="needs 9 KV blocks, the pool has 8 usable"):
         world.add(asking("b", list(range(32))))

@@ -25,6 +25,10 @@ def schema(**more):
     return {"text": {"format": {"type": "json_schema", "name": "n"} | more}}
 
 
+def formed(**more):
+    return {"output_config": {"format": {"type": "json_schema"} | more}}
+
+
 def blocks(role, *found):
     return {"messages": [*HELLO, {"role": role, "content": list(found)}]}
 
@@ -73,12 +77,27 @@ MESSAGES = [
     ({"stop_sequences": ["a"], "stop": ["b"]}, "stop"),
     ({"thinking": {"type": "enabled"}}, "thinking"),
     ({"thinking": {"type": "disabled"}, "reasoning_effort": "low"}, "reasoning_effort"),
+    ({"output_config": {"effort": "low"}}, "output_config.effort"),
+    ({"output_config": {"effort": "low"}, "thinking": {"type": "adaptive"}}, "output_config.effort"),
+    ({"output_config": {"effort": 5}}, "output_config.effort"),
+    ({"output_config": {"effort": "low"}, "reasoning_effort": "low"}, "reasoning_effort"),
+    ({"output_config": {"odd": 5}}, "output_config.odd"),
+    (formed(), "output_config.format.schema"),
+    (formed(schema={}, more=1), "output_config.format.more"),
+    (formed(type="odd"), "output_config.format.type"),
+    (formed(schema={}) | {"response_format": {"type": "text"}}, "response_format"),
+    (formed(schema={}), "output_config.format"),  # no grammars here, which is known last
+    ({"cache_control": 5}, "cache_control"),
+    ({"thread": {"type": "create"}}, "thread"),
     ({"tools": [THEIR_TOOL, THEIR_TOOL | {"input_schema": 5}]}, "tools[1].input_schema"),
     ({"tools": [THEIR_TOOL, {"input_schema": {}}]}, "tools[1].name"),
     ({"tools": [THEIR_TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+    ({"tools": [THEIR_TOOL], "tool_choice": {"type": "odd", "name": "f"}}, "tool_choice.type"),
+    ({"tools": [THEIR_TOOL], "tool_choice": {"type": "auto", "name": "f"}}, "tool_choice.name"),
     ({"messages": [LONG]}, "messages"),
     ({"system": "s", "messages": [USER, {"role": "odd", "content": "x"}]}, "messages[1].role"),
-    (blocks("assistant", {"type": "text", "text": 5}), "messages[1].content[0].text"),
+    (blocks("assistant", {"type": "text", "text": "a"}, {"type": "text", "text": 5}), "messages[1].content[1].text"),
+    (blocks("user", result(), {"type": "text", "text": "a", "odd": 5}), "messages[1].content[1].odd"),
     (blocks("assistant", {"type": "text", "text": "a"}, use(), use(id=5)), "messages[1].content[2].id"),
     ({"system": "s"} | blocks("assistant", use(), use(input="{")), "messages[1].content[1].input"),
     (blocks("assistant", use(name=5)), "messages[1].content[0].name"),
@@ -99,7 +118,7 @@ MESSAGES = [
         (
             "messages/count_tokens",
             {"messages": HELLO},
-            [case for case in MESSAGES if case[1] not in ("messages", "stop_sequences")],
+            [case for case in MESSAGES if case[1] not in ("messages", "stop_sequences", "output_config.format")],
         ),
     ],
 )

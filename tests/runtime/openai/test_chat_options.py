@@ -410,11 +410,14 @@ def test_an_answer_that_has_to_be_a_call_is_held_to_it(serve, run, caller, model
                     assert [t.function.name for t in got.choices[0].message.tool_calls] == ["look"]
                     held = api.backend.requests[-1].structure
                     assert held == calls_grammar("hermes", [LOOK["function"]], caller.control_id, several=several)
+                    # Clients send a form for the text as well, of which there is none.
+                    await c.chat.completions.create(**ask, tool_choice=choice, response_format={"type": "json_object"})
+                    assert api.backend.requests[-1].structure == held
                 wrong = (
                     ({"tool_choice": "required", "tools": []}, "tool_choice: required, but no tools"),
                     ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "no function 'x'"),
                     ({"tool_choice": "sometimes"}, "tool_choice: must be none, auto, required"),
-                    ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "another structure"),
+                    ({"tool_choice": "required", "structured_outputs": {"json": {}}}, "another structure"),
                     ({"structured_outputs": {"regex": "a"}}, "regex is not supported together with tools"),
                     ({"structured_outputs": {"json": "{"}}, "structured_outputs: json is no JSON"),
                     ({"structured_outputs": {"json": "[]"}}, "a JSON schema is an object"),

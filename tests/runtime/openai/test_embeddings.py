@@ -107,7 +107,7 @@ def test_every_form_of_input(serve, run, tokenizer):
         ({"input": [1, "a"]}, "input", "input: must be a string"),
         ({"input": ""}, "input", "input: is empty"),
         ({"input": ["a", ""]}, "input", "input: is empty"),
-        ({"input": [1] * 256}, "input", "input: 256 tokens, but"),
+        ({"input": [1] * 256}, "input", "input: the prompt is too long: 256 tokens, but"),
         ({"input": [99999]}, "input", "input: token id 99999 is not in the vocabulary"),
         ({"input": ["a"] * 2049}, "input", "input: 2049 inputs, a request may have 2048"),
         ({"input": "a", "encoding_format": "hex"}, "encoding_format", "encoding_format: "),
@@ -364,6 +364,9 @@ def test_rerank_asks_the_model_for_yes_or_no(serve, run, words):
             status, got = await post(api, "/rerank", body | {"instruction": "Find dogs."})
             assert [set(r) for r in got["results"]] == [{"index", "relevance_score"}]
             assert "<Instruct>: Find dogs.\n" in used.pieces_with(None).join(api.backend.requests[-1].prompt_token_ids)
+            for most in (len(used.encode_alone(documents[0])), 4096):
+                status, got = await post(api, "/rerank", body | {"max_tokens_per_doc": most})
+                assert status == 200, got
 
     run(main())
 
@@ -433,6 +436,8 @@ def test_score_pairs_one_with_many_and_each_with_its_own(serve, run, words):
         ("/v1/rerank", {"query": "q", "documents": [3]}, "documents.0"),
         ("/v1/rerank", {"query": "q", "documents": ["d"], "max_chunks_per_doc": 3}, "max_chunks_per_doc: unknown"),
         ("/v1/rerank", {"query": "q", "documents": ["the dog " * 2000]}, "documents: "),
+        ("/v1/rerank", {"query": "q", "documents": ["d"], "max_tokens_per_doc": 0}, "max_tokens_per_doc: "),
+        ("/v1/rerank", {"query": "q", "documents": ["d", "dog " * 90], "max_tokens_per_doc": 80}, "documents[1]: "),
         ("/v1/rerank", {"query": "q", "documents": ["d"], "truncate_prompt_tokens": 3}, "would cut the question"),
         ("/v1/score", {"text_1": "a"}, "text_2: required"),
     ],

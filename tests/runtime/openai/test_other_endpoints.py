@@ -14,12 +14,15 @@ import aiohttp
 import openai
 import pytest
 from api_calls import HELLO, client, events, spell
+from pydantic import BaseModel
 
+from isthmus_runtime.config import ChatConfig
 from isthmus_runtime.errors import EngineFailed, InvalidRequest
 from isthmus_runtime.openai import responses, tokens
 from isthmus_runtime.openai.chat import Conversation
 from isthmus_runtime.openai.tokenizer import Tokenizer
 from isthmus_runtime.openai.tokens import Tokenized, detokenized, written
+from isthmus_runtime.structured.checker import Checker
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "größer"}}\n</tool_call>'
 ANSWER = f"<think>hm</think>\n\nI look. {CALL}"
@@ -60,6 +63,7 @@ def shown(tokenizer, api):
     return tokenizer.pieces_with(None).join(api.backend.requests[-1].prompt_token_ids)
 
 
+LONG = [{"role": "user", "content": "x " * 400}]
 TOOL = {"type": "function", "name": "look", "description": "d", "parameters": {"type": "object"}, "strict": True}
 THEIR_TOOL = {"name": "look", "description": "d", "input_schema": {"type": "object"}}
 
@@ -270,7 +274,7 @@ def test_messages(serve, run, caller, claude, anthropic):
             api.backend.max_model_len = 4000
             system = [{"type": "text", "text": "Be kind.", "cache_control": {"type": "ephemeral"}}]
             ask = {"model": "tiny", "max_tokens": 300, "tools": [THEIR_TOOL]}
-            got = await c.messages.create(**ask, messages=HELLO, system=system)
+            got = await c.messages.create(**ask, messages=HELLO, system=system, cache_control={"type": "ephemeral"})
             assert [b.type for b in got.content] == ["thinking", "text", "tool_use"]
             assert (got.stop_reason, got.content[1].text, got.content[2].input) == (
                 "tool_use",
@@ -357,6 +361,67 @@ def test_a_stream_of_a_message(serve, run, caller, claude):
     run(main())
 
 
+def test_messages_are_held_to_a_schema(serve, run, caller, claude, model_dir):
+    class Place(BaseModel):
+        at: str
+
+    async def main():
+        checker, script = Checker(model_dir), spell(caller, '{"at": "x"}')
+        plain = ChatConfig(reasoning="none")
+        ask = {"model": "tiny", "max_tokens": 100, "messages": HELLO, "output_format": Place}
+        try:
+            async with serve(script, used=caller, grammars=checker, chat=plain) as api, claude(api) as c:
+                assert (await c.messages.parse(**ask)).parsed_output == Place(at="x")
+                async with c.messages.stream(**ask) as stream:
+                    assert (await stream.get_final_message()).parsed_output == Place(at="x")
+            for request in api.backend.requests:
+                assert request.structure.kind == "json_schema" and '"at"' in request.structure.text
+        finally:
+            await checker.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("thinking", "effort", "end"),
+    [
+        (None, "none", "<think></think>"),
+        (None, "low", "assistant\n"),
+        ("adaptive", "low", "assistant\n"),
+        ("disabled", "low", "<think></think>"),
+    ],
+)
+def test_an_effort_is_one_of_reasoning(serve, run, caller, thinking, effort, end):
+    async def main():
+        async with serve(spell(caller, "a"), used=caller) as api:
+            asked = {"max_tokens": 3, "messages": HELLO, "output_config": {"effort": effort}}
+            asked |= {"thinking": {"type": thinking}} if thinking else {}
+            status, answer = await events(api, "/v1/messages", asked)
+            assert status == 200, answer
+            assert shown(caller, api).endswith(end)
+
+    run(main())
+
+
+def test_a_loop_over_tools_goes_on_where_no_conversation_is_kept(serve, run, caller, claude, anthropic):
+    @anthropic.beta_async_tool
+    async def look(at: str) -> str:
+        """Look at a place."""
+        return f"seen {at}"
+
+    async def main():
+        async with serve(spell(caller, ANSWER), used=caller) as api, claude(api) as c:
+            api.backend.max_model_len = 4000
+            ask = {"model": "tiny", "max_tokens": 300, "messages": HELLO}
+            said = [m async for m in c.beta.messages.tool_runner(**ask, tools=[look], max_iterations=2)]
+            assert [m.stop_reason for m in said] == ["tool_use", "tool_use"]
+            assert "tool\nseen größer<" in shown(caller, api)
+            with pytest.raises(anthropic.BadRequestError, match="thread: not supported"):
+                await c.beta.messages.create(**ask, thread={"type": "continue", "previous_message_id": "msg_1"})
+
+    run(main())
+
+
 @pytest.mark.parametrize(
     "said, items, blocks",
     [
@@ -365,6 +430,8 @@ def test_a_stream_of_a_message(serve, run, caller, claude):
         ("", ["message"], []),
         (CALL, ["function_call"], ["tool_use"]),
         ("a", ["message"], ["text"]),
+        (f"a{CALL}b", ["message", "function_call", "message"], ["text", "tool_use", "text"]),
+        (f"{CALL}{CALL}b", ["function_call"] * 2 + ["message"], ["tool_use"] * 2 + ["text"]),
     ],
 )
 def test_an_answer_has_no_more_than_was_said(serve, run, caller, claude, said, items, blocks):
@@ -381,6 +448,59 @@ def test_an_answer_has_no_more_than_was_said(serve, run, caller, claude, said, i
             assert [block.type for block in (await a.messages.create(**ask)).content] == blocks
             async with a.messages.stream(**ask) as stream:
                 assert [block.type for block in (await stream.get_final_message()).content] == blocks
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    "said, statuses",
+    [
+        ("<think>hm", {"reasoning": "incomplete"}),
+        ("<think>hm</think>a", {"reasoning": "completed", "message": "incomplete"}),
+        (CALL, {"function_call": "completed"}),
+        (f"{CALL}b", {"function_call": "completed", "message": "incomplete"}),
+    ],
+)
+def test_what_was_cut_off_is_told_as_incomplete(serve, run, caller, said, statuses):
+    """In one piece and in a stream: the item that the limit of tokens has ended, and no call, which is whole."""
+
+    async def main():
+        async with serve(spell(caller, said), used=caller) as api, client(api) as c:
+            api.backend.max_model_len = 4000
+            ask = {"model": "tiny", "input": "hi", "tools": [TOOL], "max_output_tokens": len(caller.encode(said))}
+            whole = await c.responses.create(**ask)
+            done = {}
+            async with c.responses.stream(**ask) as stream:
+                async for event in stream:
+                    if event.type == "response.output_item.done":
+                        done[event.item.type] = event.item.status
+                streamed = event.response
+            assert whole.status == streamed.status == "incomplete"
+            for answer in (whole, streamed):
+                assert {item.type: item.status for item in answer.output} == statuses
+            assert done == statuses
+
+    run(main())
+
+
+def test_what_was_said_after_a_call_goes_in_beside_it(serve, run, caller):
+    """Templates want the results right after the message that has the calls."""
+
+    async def main():
+        async with serve(spell(caller, f"a{CALL}b"), used=caller) as api, client(api) as c:
+            api.backend.max_model_len = 4000
+            got = await c.responses.create(model="tiny", input="hi", tools=[TOOL])
+            said = [item.model_dump(exclude_none=True) for item in got.output]
+            result = {"type": "function_call_output", "call_id": got.output[1].call_id, "output": "seen"}
+            ask = [{"role": "user", "content": "hi"}, *said, result]
+            await c.responses.create(model="tiny", input=ask)
+            prompt = shown(caller, api)
+            assert prompt.count("<|im_start|>assistant\n") == 2 and "assistant\na\nb{" in prompt
+            assert prompt.index('"look"') < prompt.index("<|im_start|>tool\nseen")
+            bad = {"role": "assistant", "content": [{"type": "output_text", "text": 5}]}
+            with pytest.raises(openai.BadRequestError) as e:
+                await c.responses.create(model="tiny", input=[*ask[:3], bad, result])
+            assert e.value.param == "input[3].content[0]"
 
     run(main())
 
@@ -409,6 +529,30 @@ def test_errors_in_their_form(serve, run, tokenizer, claude, anthropic):
                 with pytest.raises(openai.APIError, match="decode died"):
                     async for _ in await o.responses.create(model="tiny", input="hi", stream=True):
                         pass
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("chat/completions", {"messages": LONG}, "prompt is too long: "),
+        ("responses", {"input": LONG}, "prompt is too long: "),
+        ("messages", {"messages": LONG, "max_tokens": 5}, "prompt is too long: "),
+        ("completions", {"prompt": "x " * 400}, "prompt is too long: "),
+        ("completions", {"prompt": [5] * 400}, "prompt is too long: "),
+        ("chat/completions", {"messages": HELLO, "max_tokens": 250}, ""),
+    ],
+)
+def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_know(serve, run, tokenizer, path, body, words):
+    """LiteLLM falls back to another model by either, langchain-anthropic knows only the latter."""
+
+    async def main():
+        async with serve(spell(tokenizer, "a")) as api:
+            status, answer = await events(api, f"/v1/{path}", body)
+            assert status == 400
+            told = answer["error"]["message"]
+            assert "this model's maximum context length is 256 tokens" in told and words in told
 
     run(main())
 

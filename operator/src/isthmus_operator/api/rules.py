@@ -408,3 +408,14 @@ def check(spec: Spec, wrong: Sequence[str] = ()) -> list[Problem]:
         return not above and not inside
 
     return [problem for rule in RULES if usable(rule) for problem in rule.check(spec)]
+
+
+def without_effect(spec: Spec) -> list[str]:
+    """What is asked for and does nothing. It breaks no rule, as a change of mode may pass by there, so that whoever
+    writes it is warned."""
+    if spec.store is None or spec.transfer.mode is TransferMode.STORE:
+        return []
+    return [
+        "spec.store: engines with transfer.mode Direct do not use it, though a managed master runs: remove it, or set "
+        "transfer.mode: Store"
+    ]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from ..api.rules import without_effect
 from ..api.v1alpha1 import InferenceService, parse
 from ..errors import UserError
 from ..files import Documents
@@ -48,6 +49,8 @@ def up(documents: Documents, options: Options, out: TextIO) -> int:
     console = Console(out, quiet=options.quiet)
     manifest = with_local_model(documents.service, options.model, cache_dir() / "models", console)
     service = parse(manifest, namespace=options.namespace)
+    for warning in without_effect(service.spec):
+        console.say(f"warning: {warning}")
     issuer = LocalIssuer()
     manifests = render(service, Defaults(issuer=issuer.public))
     if service.spec.router.replicas > 1:

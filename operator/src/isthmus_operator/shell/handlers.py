@@ -18,6 +18,7 @@ import aiohttp
 import kopf
 
 from ..api.profile import Profile
+from ..api.rules import without_effect
 from ..api.v1alpha1 import GROUP, PLURAL, VERSION
 from ..errors import InvalidSpec, OverBudget
 from ..plan.admission import admit
@@ -162,8 +163,9 @@ def settings_of(operator: Operator) -> kopf.OperatorSettings:
     return settings
 
 
-async def review(bench: Workbench, profile: Profile, /, body: kopf.Body, **_: Any) -> None:
-    """Admission: refuses a spec with all its problems at once, with their field paths.
+async def review(bench: Workbench, profile: Profile, /, body: kopf.Body, warnings: list[str], **_: Any) -> None:
+    """Admission: refuses a spec with all its problems at once, with their field paths, and adds to `warnings`, which
+    clients show.
 
     What is being deleted may go, whatever it says: taking its last finalizer off is an update, too.
     """
@@ -171,11 +173,12 @@ async def review(bench: Workbench, profile: Profile, /, body: kopf.Body, **_: An
     if meta.get("deletionTimestamp"):
         return
     try:
-        await bench.run((meta.get("namespace"), meta.get("name")), partial(admit, dict(body), profile))
+        service = await bench.run((meta.get("namespace"), meta.get("name")), partial(admit, dict(body), profile))
     except InvalidSpec as error:
         raise kopf.AdmissionError(str(error), code=422) from None
     except OverBudget as error:
         raise kopf.AdmissionError(f"spec: {error}; make it smaller", code=422) from None
+    warnings += without_effect(service.spec)
 
 
 def webhook_server(options: OperatorOptions, serving: Callable[[], object]) -> Webhook:

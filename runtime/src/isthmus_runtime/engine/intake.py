@@ -63,7 +63,7 @@ class Intake:
         if length > longest:
             self.never_fit += 1
             raise NeverFits(
-                f"prompt has {length} tokens; this service takes at most {longest} "
+                f"the prompt is too long: it has {length} tokens, and this service takes at most {longest} "
                 f"(max_model_len {self._max_model_len} less one generated token); shorten the prompt",
                 param="prompt",
             )

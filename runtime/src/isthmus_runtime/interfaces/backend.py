@@ -25,7 +25,7 @@ class Backend(Protocol):
         """What the model is served for; meaningful once `max_model_len` is known."""
 
     def ready(self) -> str:
-        """Empty when requests can be served now, else the one reason why not."""
+        """Empty when requests can be served now, else the one reason why not, as clients may know it."""
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         """Stream the answer; the last chunk has a finish reason. With `pooling` there is one, with the vector.

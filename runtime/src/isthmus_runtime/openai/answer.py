@@ -88,7 +88,9 @@ class Runner:
             if choice.bare:
                 return
             collect(reasonings[choice.index], delta.reasoning)
-            answer.calls += delta.calls
+            if delta.calls:
+                answer.calls += delta.calls
+                answer.places += [sum(map(len, texts[choice.index]))] * len(delta.calls)
             if job.return_ids and (more := choice.take_more()) is not None:
                 answer.ids += more.ids or ()
                 untold.add_text(_OF_AN_ID * len(more.ids or ()))

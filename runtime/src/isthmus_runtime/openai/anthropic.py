@@ -27,6 +27,12 @@ _TEXT_BLOCK: Mapping[str, tuple[object, ...]] = {"citations": ([],)}
 _ENDS = frozenset({"add_generation_prompt", "continue_final_message"})
 """Parameters that say how the prompt ends."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_STATELESS = {"error_code": "thread_unsupported_request", "unsupported": []}
+"""Beside the error of `thread`: their client's loops over tools go on without one when they read it."""
+
+
+class _NoThread(InvalidRequest):
+    """The client asks for a conversation that the server keeps."""
 
 
 class MessagesRequest(BaseModel):
@@ -40,6 +46,10 @@ class MessagesRequest(BaseModel):
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    """`format`, a schema for the answer, and `effort`."""
+    cache_control: dict[str, Any] | None = None
+    """Without effect, as in blocks."""
     stream: bool | None = None
 
 
@@ -75,6 +85,9 @@ def as_chat(data: Mapping[str, Any], note: Note, *, counting: bool = False) -> d
     for name, accepted in _NEUTRAL.items():
         if name in given and given.pop(name) not in accepted:
             raise InvalidRequest(f"{name}: not supported; remove it", param=name)
+    if "thread" in given:
+        raise _NoThread("thread: not supported, for no conversation is kept; send all messages", param="thread")
+    object_at(given.pop("cache_control", {}), "cache_control")
     if "max_tokens" not in given and not counting:
         raise InvalidRequest("max_tokens: required", param="max_tokens")
     messages: list[dict[str, Any]] = []
@@ -98,6 +111,13 @@ def as_chat(data: Mapping[str, Any], note: Note, *, counting: bool = False) -> d
         given["tools"] = [_tool(t, f"tools[{i}]", note) for i, t in enumerate(few_tools(tools))]
     if "tool_choice" in given:
         given.update(_choice(object_at(given.pop("tool_choice"), "tool_choice")))
+    config = fields_at(given.pop("output_config", {}), "output_config", ("effort", "format"))
+    if "format" in config:
+        only(given, "output_config.format", "response_format", "structured_outputs")
+        given["response_format"] = _structure(config["format"], note)
+    effort = config.get("effort")
+    if effort is not None:
+        only(given, "output_config.effort", "reasoning_effort")
     if "thinking" in given:
         # A budget is a wish: Anthropic's own may be exceeded, and the client demands one.
         thinking = fields_at(given.pop("thinking"), "thinking", ("type", "budget_tokens"), {"display": ("summarized",)})
@@ -107,7 +127,20 @@ def as_chat(data: Mapping[str, Any], note: Note, *, counting: bool = False) -> d
         only(given, "thinking", "reasoning_effort")
         note("reasoning_effort", "thinking")
         given["reasoning_effort"] = "none" if kind == "disabled" else "medium"
+    if effort is not None and given.get("reasoning_effort") != "none":
+        note("reasoning_effort", "output_config.effort")
+        given["reasoning_effort"] = effort
     return given
+
+
+def _structure(value: Any, note: Note) -> dict[str, Any]:
+    path = "output_config.format"
+    form = fields_at(value, path, ("type", "schema"))
+    if (kind := form.pop("type", None)) != "json_schema":
+        raise InvalidRequest(f"{path}.type: {kind!r} is not supported; only json_schema is", param=f"{path}.type")
+    note("response_format", path)
+    note("response_format.json_schema.json_schema", path)
+    return {"type": kind, kind: {"name": "answer", **form}}
 
 
 def _text(value: Any, path: str) -> str:
@@ -116,16 +149,17 @@ def _text(value: Any, path: str) -> str:
         return value
     if not isinstance(value, list):
         raise InvalidRequest(f"{path}: must be a string or a list of text blocks", param=path)
-    texts = []
-    for i, block in enumerate(value):
-        where = f"{path}[{i}]"
-        if (kind := object_at(block, where).get("type")) != "text":
-            raise InvalidRequest(f"{where}.type: {kind!r} is not supported; only text is", param=f"{where}.type")
-        if not isinstance(block.get("text"), str):
-            raise InvalidRequest(f"{where}.text: must be a string", param=f"{where}.text")
-        fields_at(block, where, (*_BLOCK, "text"), _TEXT_BLOCK)
-        texts.append(block["text"])
-    return "\n".join(texts)
+    return "\n".join(_text_block(block, f"{path}[{i}]") for i, block in enumerate(value))
+
+
+def _text_block(block: Any, path: str) -> str:
+    if (kind := object_at(block, path).get("type")) != "text":
+        raise InvalidRequest(f"{path}.type: {kind!r} is not supported; only text is", param=f"{path}.type")
+    text = block.get("text")
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{path}.text: must be a string", param=f"{path}.text")
+    fields_at(block, path, (*_BLOCK, "text"), _TEXT_BLOCK)
+    return text
 
 
 def _messages(item: Any, path: str, before: int, note: Note) -> list[dict[str, Any]]:
@@ -150,7 +184,7 @@ def _messages(item: Any, path: str, before: int, note: Note) -> list[dict[str, A
         where = f"{path}.content[{i}]"
         kind = object_at(block, where).get("type")
         if kind == "text":
-            texts.append(_text([block], f"{path}.content"))
+            texts.append(_text_block(block, where))
         elif kind == "tool_use" and role == "assistant":
             fields_at(block, where, (*_BLOCK, "id", "name", "input"))
             function = {"name": block.get("name"), "arguments": block.get("input")}
@@ -201,14 +235,14 @@ def _tool(tool: Any, path: str, note: Note) -> dict[str, Any]:
 
 def _choice(choice: dict[str, Any]) -> dict[str, Any]:
     kind = choice.get("type")
+    if kind != "tool" and (not isinstance(kind, str) or kind not in _CHOICES):
+        raise InvalidRequest(f"tool_choice.type: {kind!r} is not supported", param="tool_choice.type")
     fields_at(choice, "tool_choice", ("type", "disable_parallel_tool_use", *(("name",) if kind == "tool" else ())))
     parallel = {"parallel_tool_calls": False} if choice.get("disable_parallel_tool_use") else {}
     if kind == "tool":
         if not isinstance(choice.get("name"), str):
             raise InvalidRequest("tool_choice.name: must be a string", param="tool_choice.name")
         return {"tool_choice": {"type": "function", "function": {"name": choice.get("name")}}, **parallel}
-    if not isinstance(kind, str) or kind not in _CHOICES:
-        raise InvalidRequest(f"tool_choice.type: {kind!r} is not supported", param="tool_choice.type")
     return {"tool_choice": _CHOICES[kind], **parallel}
 
 
@@ -216,7 +250,8 @@ def error_body(error: RequestError) -> dict[str, Any]:
     """An error in their form. Where it is known, the stage and the attempt are beside it."""
     kind = _ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     kind = "overloaded_error" if error.status == 503 else kind
-    return {"type": "error", "error": {**error.to_json(), "type": kind}}
+    details = {"details": _STATELESS} if isinstance(error, _NoThread) else {}
+    return {"type": "error", "error": {**error.to_json(), "type": kind, **details}}
 
 
 class AnthropicFormat(Format):
@@ -237,9 +272,11 @@ class AnthropicFormat(Format):
         content: list[dict[str, Any]] = []
         if answer.reasoning:
             content.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
-        if answer.text:
-            content.append({"type": "text", "text": answer.text})
-        content += [{**self._use(c), "input": json.loads(c.arguments)} for c in answer.calls]
+        for part in answer.parts():
+            if isinstance(part, str):
+                content.append({"type": "text", "text": part})
+            else:
+                content.append({**self._use(part), "input": json.loads(part.arguments)})
         ended = _ended(answer.finish_reason, answer.stop)
         told = {**self._about, "content": content, **ended, "usage": _usage(usage), **self._with_ids(answer)}
         yield json.dumps(told).encode()

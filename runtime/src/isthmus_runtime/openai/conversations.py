@@ -57,7 +57,8 @@ class Conversations:
     def calls(self, request: ChatRequest, tools: list[dict[str, Any]], prompt: str) -> Structure | None:
         """What the answer must be where tools, or a reasoning that the prompt has begun, make that another thing than
         the request's own structure."""
-        answer = request.structure
+        # An answer that must be a call has no text that `response_format` could be about; clients send both.
+        answer = None if request.must_call else request.structure
         callable_tools = request.callable_tools()
         opened = self._thinks and prompt.rstrip().endswith(Thinking.OPEN)
         if not tools and answer is not None and opened:

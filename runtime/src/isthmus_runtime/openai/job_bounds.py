@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from ..errors import InvalidRequest, NeverFits
 from ..request import GenerateRequest
 from .schema import MAX_COPIED_IDS, MAX_COPIED_TEXT, MAX_ECHO, MAX_SCORES, ChatRequest, CompletionRequest
+from .text_prompts import LIMIT
 
 
 def check_room(name: str, wanted: int | None, prompt: int, limit: int) -> None:
     """Raise NeverFits, naming the parameter `name`, where so many tokens do not fit after a prompt."""
     if wanted is not None and prompt + wanted > limit:
         raise NeverFits(
-            f"{name}: {wanted} after a prompt of {prompt} tokens, but prompt and output together may have {limit}; "
-            f"ask for at most {limit - prompt}",
+            f"{name}: {wanted} after a prompt of {prompt} tokens, but {LIMIT} {limit} tokens, "
+            f"prompt and output together; ask for at most {limit - prompt}",
             param=name,
         )
 

@@ -24,7 +24,7 @@ from .bodies import hints, json_object, parsed
 from .chat import Conversation
 from .embeddings import PromptUsage, VectorRequests, check_numbers, numbers
 from .plan import Planner
-from .tokenizer import Tokenizer
+from .tokenizer import Tokenizer, TooManyTokens
 
 MAX_PAIRS = 2048
 MAX_TOKENS = 1 << 23
@@ -71,6 +71,8 @@ class RerankRequest(_Pairs):
     top_n: int | None = Field(default=None, ge=0)
     """How many are told, the best ones; none or 0: all."""
     return_documents: bool = True
+    max_tokens_per_doc: int | None = Field(default=None, ge=1, lt=2**31)
+    """A document of more tokens is refused: none is cut without the client's knowing."""
 
     @property
     def texts(self) -> list[str]:
@@ -156,6 +158,8 @@ class Ranker:
         """A body of /v1/rerank. Raises RequestError."""
         request = parsed(RerankRequest, json_object(body), {})
         texts = request.texts
+        if request.max_tokens_per_doc is not None:
+            self._check_documents(texts, request.max_tokens_per_doc)
 
         def tell(scores: Sequence[float], head: dict[str, Any], usage: dict[str, int]) -> dict[str, Any]:
             ranked = sorted(range(len(scores)), key=lambda number: -scores[number])[: request.top_n or None]
@@ -179,6 +183,20 @@ class Ranker:
             return {**head, "object": "list", "created": int(time()), "data": data, "usage": usage}
 
         return self._batch(request, "score-", request.pairs(), "text_2", tell)
+
+    def _check_documents(self, texts: Sequence[str], most: int) -> None:
+        for number, text in enumerate(texts):
+            if len(text.encode()) <= most:
+                continue  # a token is a byte or more
+            try:
+                self._tokenizer.encode_alone(text, most)
+            except TooManyTokens as e:
+                raise InvalidRequest(
+                    f"documents[{number}]: {e}, more than max_tokens_per_doc, which is {most}, and documents are not "
+                    "cut; shorten it",
+                    param=f"documents[{number}]",
+                ) from e
+            go_on()
 
     def _batch(
         self,
@@ -286,7 +304,7 @@ def _cosines_of(pairs: Sequence[tuple[int, int]], chunks: Sequence[TokenChunk]) 
         if first != unpacked:
             unpacked, vector = first, numbers(chunks[first])
         product = sum(a * b for a, b in zip(vector, numbers(chunks[second]), strict=True))
-        found.append(product / (lengths[first] * lengths[second]))
+        found.append(max(-1.0, min(1.0, product / (lengths[first] * lengths[second]))))  # but for rounding, it is
         go_on()
     return found
 

@@ -189,6 +189,10 @@ def _add_messages(messages: list[dict[str, Any]], value: Any, note: Note) -> Non
             content = item.get("content")
             if isinstance(content, list):
                 content = [_part(p, f"{path}.content[{j}]") for j, p in enumerate(content)]
+            said = messages[-1] if messages and item.get("role") == "assistant" else {}
+            if "tool_calls" in said and isinstance(content, str | list):
+                _say_beside_calls(said, content, f"messages[{len(messages) - 1}].content", f"{path}.content", note)
+                continue
             messages.append({"role": item.get("role"), "content": content})
             note(at, path)
         elif kind == "function_call":
@@ -215,6 +219,20 @@ def _add_messages(messages: list[dict[str, Any]], value: Any, note: Note) -> Non
             note(f"{at}.tool_call_id", f"{path}.call_id")
         elif kind != "reasoning":  # reasoning of earlier turns is for servers that keep it
             raise InvalidRequest(f"{path}.type: {kind!r} is not supported", param=f"{path}.type")
+
+
+def _say_beside_calls(message: dict[str, Any], content: str | list[Any], at: str, path: str, note: Note) -> None:
+    """What is said after calls is of the message that has them: their results have to follow it."""
+    if not isinstance(message["content"], list):
+        message["content"] = [] if message["content"] is None else [{"type": "text", "text": message["content"]}]
+    parts = message["content"]
+    if isinstance(content, str):
+        note(f"{at}[{len(parts)}]", path)
+        parts.append({"type": "text", "text": content})
+        return
+    for j, part in enumerate(content):
+        note(f"{at}[{len(parts)}]", f"{path}[{j}]")
+        parts.append(part)
 
 
 def _part(part: Any, path: str) -> dict[str, Any]:
@@ -283,8 +301,10 @@ class ResponsesFormat(Format):
         """A non-streamed answer."""
         (answer,) = answers
         items = [_reasoning(answer.reasoning)] if answer.reasoning else []
-        items += [_message(answer.text)] if answer.text or not (answer.calls or items) else []
-        items += [self._called(c) for c in answer.calls]
+        items += [_message(part) if isinstance(part, str) else self._called(part) for part in answer.parts()]
+        items = items or [_message("")]
+        if items[-1]["type"] != "function_call":  # which is told when it is whole, and never in part
+            items[-1]["status"] = _status(answer.finish_reason)
         _, told = self._response(items, answer.finish_reason, usage, answer)
         yield told.encode()
 
@@ -318,7 +338,7 @@ class ResponsesFormat(Format):
         self._gather(more)
         self._reason = reason
         empty = b"" if self._items else self._grow("message", "response.output_text", "")
-        return empty + self._close_item()
+        return empty + self._close_item(_status(reason))
 
     def end(self, usage: Usage, *, tell: bool) -> bytes:
         """The whole response."""
@@ -347,7 +367,7 @@ class ResponsesFormat(Format):
         self, items: list[dict[str, Any]], reason: str, usage: Usage | None, answer: Answer | None = None
     ) -> tuple[str, str]:
         """Its status, and the response as JSON."""
-        status = "in_progress" if usage is None else "incomplete" if reason == "length" else "completed"
+        status = "in_progress" if usage is None else _status(reason)
         told = (
             None
             if usage is None
@@ -380,12 +400,12 @@ class ResponsesFormat(Format):
         logprobs: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
         return data + (self._event(f"{events}.delta", **self._where(item), delta=text, **logprobs) if text else b"")
 
-    def _close_item(self) -> bytes:
+    def _close_item(self, status: str = "completed") -> bytes:
         if not self._growing:
             return b""
         self._growing = False
         item = self._items[-1]
-        item["status"] = "completed"
+        item["status"] = status
         part = item["content"][0]
         part["text"], self._text = "".join(self._text), []
         events = "response.output_text" if item["type"] == "message" else "response.reasoning_text"
@@ -425,6 +445,11 @@ class ResponsesFormat(Format):
             "arguments": call.arguments,
             "status": "completed",
         }
+
+
+def _status(reason: str) -> str:
+    """Of what has ended for that reason: the response, and what it was about to say."""
+    return "incomplete" if reason == "length" else "completed"
 
 
 def _message(text: str) -> dict[str, Any]:

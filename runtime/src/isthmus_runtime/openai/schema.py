@@ -279,7 +279,7 @@ class ChatRequest(_Common):
     def _check(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs: only allowed together with logprobs: true")
-        if self.must_call and self.structure is not None:
+        if self.must_call and self.structured_outputs is not None:
             raise ValueError("tool_choice: an answer that must be a call cannot have another structure; remove one")
         if self.must_call and self.ignore_eos:
             raise ValueError("ignore_eos: an answer that must be a call ends where that ends; remove one of the two")

@@ -57,11 +57,24 @@ class Answer:
     text: str = ""
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
+    places: list[int] = field(default_factory=list)
+    """For each call, how many characters of the text came before it."""
     ids: list[int] = field(default_factory=list)
     finish_reason: str = ""
     stop: str = ""
     """The stop string that has ended it."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def parts(self) -> Iterator[str | ToolCall]:
+        """Text and calls in the order in which they came, as a stream tells them. No text is empty."""
+        begin = 0
+        for call, end in zip(self.calls, self.places, strict=True):
+            if end > begin:
+                yield self.text[begin:end]
+            yield call
+            begin = end
+        if begin < len(self.text):
+            yield self.text[begin:]
 
 
 def _json_list(items: Iterable[Any]) -> str:

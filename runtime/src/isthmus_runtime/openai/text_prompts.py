@@ -6,6 +6,10 @@ from ..errors import InvalidRequest, NeverFits
 from ..request import PromptText
 from .tokenizer import Tokenizer, TooManyTokens
 
+LIMIT = "this model's maximum context length is"
+"""Clients that have a way out where a prompt is too long (a model for longer ones, a summary) know the case by these
+words, or by those of `too_long`, and not by the error's code."""
+
 
 def ids_of(
     tokenizer: Tokenizer, text: str, limit: int, name: str = "prompt", *, special: bool = True
@@ -28,7 +32,7 @@ def ids_of_passed_on(tokenizer: Tokenizer, prompt: PromptText) -> tuple[int, ...
 def too_long(size: str, limit: int, param: str) -> NeverFits:
     """The error for a prompt of `size`, in words."""
     return NeverFits(
-        f"{param}: {size}, but prompt and output together may have {limit}; "
+        f"{param}: the prompt is too long: {size}, but {LIMIT} {limit} tokens, prompt and output together; "
         f"shorten the prompt to {limit - 1} tokens or fewer",
         param=param,
     )

@@ -143,7 +143,7 @@ class Router:
             self.pool.roles,
             models=self._config.model.served_names,
             version=version("isthmus-runtime"),
-            problem="this router is shutting down" if self._in_flight.leaving else self.backend.lacking(),
+            problem="this router is shutting down" if self._in_flight.leaving else self.backend.ready(),
             max_model_len=self.backend.max_model_len,
             show_load=show_load,
         )

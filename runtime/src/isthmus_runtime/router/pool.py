@@ -147,11 +147,11 @@ class EnginePool:
             self._forget(engine)
             self._rebuild()
 
-    async def ask_again(self) -> None:
-        """Probe every engine, since what they have was changed; returns when that is known here, or after as long as a
-        probe may take."""
+    async def ask_again(self, url: str = "") -> None:
+        """Probe every engine, or that one, since what they have was changed; returns when that is known here, or after
+        as long as a probe may take."""
         # One that has begun may have been answered before the change.
-        wanted = [(engine, engine.probes + 1) for engine in self._engines.values()]
+        wanted = [(engine, engine.probes + 1) for engine in self._engines.values() if url in ("", engine.url)]
         for engine, _ in wanted:
             engine.wake.set()
         with suppress(TimeoutError):
