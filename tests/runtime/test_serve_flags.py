@@ -10,6 +10,7 @@ from isthmus_runtime.__main__ import main
 from isthmus_runtime.errors import ConfigError
 from isthmus_runtime.serve_flags import parse_serve
 
+STORE = ["--transfer-mode", "store", "--store-master", "127.0.0.1:1"]
 UNIFIED = ["--role", "unified", "--model", "m"]
 DIRECT = ["--model", "m", "--transfer-mode", "direct"]
 ROUTER = ["--role", "router", "--model", "m"]
@@ -37,9 +38,9 @@ def problems(argv: list[str]) -> tuple[str, ...]:
         ),
         ([*UNIFIED, "--quantization", "fp8", "--deterministic", "on"], "--deterministic on", "--quantization fp8"),
         (
-            ["--role", "decode", "--model", "m", "--transfer-mode", "direct", "--tensor-parallel-size", "2"],
-            "--tensor-parallel-size",
-            "--transfer-mode direct",
+            ["--role", "decode", "--model", "m", *STORE, "--tensor-parallel-size", "2"],
+            "--tensor-parallel-size 2 does not go with --transfer-mode store",
+            "use direct",
         ),
         (["--role", "prefill", "--model", "m", "--transfer-mode", "direct", "--task", "embed"], "--task", "unified"),
         ([*UNIFIED, "--port", "80x"], "--port", "0 to 65535"),
