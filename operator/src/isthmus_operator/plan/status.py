@@ -19,6 +19,7 @@ from .causes import State, reason_of, workload_state, worst
 from .observe import seconds
 from .observed import EngineFacts, Observed, Workload, printable
 from .planner import Plan, Rollout
+from .refusals import without_refused
 from .rollout import Goal
 
 Status = dict[str, Any]
@@ -118,9 +119,10 @@ def conditions(states: dict[str, State], before: Status, generation: int, now: s
 
 def _states(service: InferenceService, seen: Observed, wanted: Plan, now: float) -> dict[str, State]:
     states: dict[str, State] = {}
+    taken = without_refused(seen, wanted.goals.values(), wanted.router)
     for component in components(service):
         if is_engine(component):
-            states[f"{component.value.capitalize()}Ready"] = _engine_state(wanted.goals[component], seen, now)
+            states[f"{component.value.capitalize()}Ready"] = _engine_state(wanted.goals[component], taken, now)
     states["RouterReady"] = _router_state(service, seen, wanted, now)
     if service.spec.store is not None:
         states["StoreReady"] = _store_state(service, seen, wanted, now)
@@ -211,13 +213,11 @@ def _serving(service: InferenceService, seen: Observed, wanted: Plan) -> State:
 
 
 def _none_routable(seen: Observed) -> bool:
-    """Whether no engine that is ready is one that routers choose from, as all of them would say: those of another
-    revision may choose from others."""
+    """Whether no engine that is ready is one that routers choose from, as those of each revision say."""
     ready = [pod for w in seen.engines for pod in w.live if pod.ready]
-    routable = seen.facts.routable
-    if not ready or routable is None or sum(w.ready > 0 for w in seen.routers) > 1:
+    if not ready or any(w.ready and w.revision not in seen.facts.routers for w in seen.routers):
         return False
-    return not any(routable.get(pod.ip, False) for pod in ready)
+    return not any(seen.facts.taken(pod.ip) for pod in ready)
 
 
 def _may_pair(seen: Observed) -> bool:
@@ -344,7 +344,8 @@ def _compatible_state(seen: Observed, wanted: Plan) -> State:
 def _roles(service: InferenceService, seen: Observed, wanted: Plan) -> Status:
     out: Status = {}
     for component, goal in wanted.goals.items():
-        out[component.value] = _role(seen.of(component), goal.count, goal.revision, seen)
+        count = wanted.had.get(component, goal.count)
+        out[component.value] = _role(seen.of(component), count, goal.revision, seen)
     for component in sorted({w.component for w in seen.engines} - wanted.goals.keys()):
         # A role that is leaving, or would come back: as many as it had.
         workloads = seen.of(component)
@@ -366,8 +367,8 @@ def _role(workloads: Sequence[Workload], count: int, revision: str, seen: Observ
         "updated": sum(pod.ready and pod.revision == revision for pod in pods),
         "summary": f"{ready}/{count}",
     }
-    if seen is not None and seen.facts.routable is not None:
-        out["routable"] = sum(seen.facts.routable.get(pod.ip, False) for pod in pods)
+    if seen is not None and seen.facts.routers:
+        out["routable"] = sum(seen.facts.taken(pod.ip) for pod in pods)
     return out
 
 
