@@ -1,5 +1,6 @@
 """`isthmus` as a user meets it: output, errors and exit codes. No traceback for anything a user can write."""
 
+import argparse
 import io
 import json
 import logging
@@ -188,6 +189,15 @@ def test_a_run_folder_that_is_a_file_is_named(tmp_path: Path, capsys: pytest.Cap
     assert main(["up", str(DIRECT), "--model", str(model), "--run-dir", str(there), "--port", str(port)]) == 1
     error = capsys.readouterr().err
     assert error.startswith("isthmus up: ") and str(there) in error and error.count("\n") == 1
+
+
+def test_what_ends_the_operator_has_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def times_out(arguments: argparse.Namespace) -> int:
+        raise TimeoutError
+
+    monkeypatch.setattr("isthmus_operator.commands.run_operator.run_operator", times_out)
+    with pytest.raises(TimeoutError):
+        main(["operator"])
 
 
 def test_a_terminal_of_few_letters_shows_the_others_as_numbers() -> None:

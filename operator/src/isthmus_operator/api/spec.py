@@ -93,7 +93,7 @@ class Speculative(Block):
 
 class Parallelism(Block):
     tensor: Annotated[int, Field(ge=1, le=64)] = 1
-    """Processes of a pod that split the model, a GPU each where there are GPUs. Only with mode Unified."""
+    """Processes of a pod that split the model, a GPU each where there are GPUs. Not with transfer mode Store."""
 
 
 class Engine(EngineTuning):

@@ -52,6 +52,7 @@ class OperatorOptions:
     lease: LeaseSettings | None = None
     defaults: Defaults = field(default_factory=Defaults)
     profile: Profile = PERMISSIVE
+    webhook_host: str = "0.0.0.0"
     webhook_port: int = 0
     webhook_cert_dir: str = ""
     metrics_host: str = "0.0.0.0"
