@@ -87,8 +87,8 @@ class Branch:
         )
         routers = tuple(replace(w, pods=tuple(map(self._router, w.pods))) for w in seen.routers)
         self.world.seen = replace(seen, engines=engines, routers=routers)
-        asked = [pod for w in routers for pod in sorted(reversed(w.live), key=lambda pod: pod.ready)]
-        facts = {pod.revision: self._words(pod) for pod in asked}  # of each revision a ready one, if there is one
+        said = [pod for w in routers for pod in sorted(reversed(w.live), key=lambda pod: pod.ready) if pod.started]
+        facts = {pod.revision: self._words(pod) for pod in said}  # of each revision a ready one, if there is one
         self.world.seen = replace(self.world.seen, facts=Facts(routers=facts if self.tells else {}))
 
     def _router(self, pod: Pod) -> Pod:

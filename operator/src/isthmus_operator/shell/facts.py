@@ -73,10 +73,9 @@ class FactReader:
         """Facts of the ready engine pods of one service in `namespace`, and what routers say about them.
         `load`: queues and KV use too; `patient`: wait for PATIENT_S."""
         live = [pod for pod in pods if pod.ends is None and _is_of_a_pod(pod.ip)]
-        engines = [pod for pod in live if pod.ready and pod.component not in (Component.ROUTER, Component.STORE)]
-        # A ready one, if there is one. Of an only one that is not for a moment, what it said before goes on to hold.
-        asked_last = sorted(reversed(live), key=lambda pod: pod.ready)
-        routers = {pod.revision: pod for pod in asked_last if pod.component is Component.ROUTER}
+        ready = [pod for pod in live if pod.ready]
+        engines = [pod for pod in ready if pod.component not in (Component.ROUTER, Component.STORE)]
+        routers = {pod.revision: pod for pod in reversed(ready) if pod.component is Component.ROUTER}
         if not engines and not routers:
             return Facts()
         if self._session is None:
@@ -103,6 +102,9 @@ class FactReader:
             if (words := (asked[revision].result() if asked[revision] in done else None) or self._last_words(pod))
             is not None
         }
+        for pod in live:  # where none is ready for a moment, what one said before goes on to hold
+            if pod.component is Component.ROUTER and not pod.ready and (before := self._last_words(pod)) is not None:
+                said.setdefault(pod.revision, before)
         self._forget()
         return Facts(engines=found, routers=said)
 
