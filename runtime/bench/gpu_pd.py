@@ -4,6 +4,8 @@ split costs the first token, whether the tokens are the same, and a mixed load (
 Random weights of a real architecture, greedy, no prefix cache. The first token is the one that decode streams.
 
     python runtime/bench/gpu_pd.py [--model qwen3-8b] [--transport nvlink] [--lens 1024,8192,32768] [--rates 3,6]
+        [--gpus 0+1,1+0 --engine-flag=--tensor-parallel-size=2 --engine-flag=--kv-memory=8Gi]   engines of two ranks, on
+                            the same two GPUs in other orders: each rank's KV goes to the other GPU
         [--folder FOLDER]   where the model's files are, or are made and kept
         [--device cpu --model small --transport tcp --lens 64,256 --rates 1]   a trial without a GPU
 """
@@ -43,8 +45,8 @@ PEER = {1024: (32, 76), 8192: (219, 394), 32768: (1277, 1905)}
 """vLLM 0.24.0 with Qwen3-8B's shape on two H200s: ms to the first token of a plain server, and of its split."""
 
 
-def engine(name: str, role: str, gpu: int, args: argparse.Namespace, log: Path, *more: str) -> Any:
-    """An engine that sees one GPU."""
+def engine(name: str, role: str, gpus: str, args: argparse.Namespace, log: Path, *more: str) -> Any:
+    """An engine that sees these GPUs, numbers joined by +, in this order."""
     port = free_port()
     argv = [sys.executable, "-m", "isthmus_runtime", "serve", "--role", role, "--port", str(port), "--model"]
     argv += [args.folder, "--served-model-name", NAME, "--drain-timeout", "5s", *more]
@@ -53,7 +55,7 @@ def engine(name: str, role: str, gpu: int, args: argparse.Namespace, log: Path, 
         argv += [f"--max-batched-tokens={args.max_batched_tokens}", "--max-num-seqs=256", "--max-waiting=4096"]
         argv += [f"--kv-memory-fraction={FRACTION}"] if args.device == "cuda" else ["--kv-memory=1Gi", "--threads=1"]
         argv += args.engine_flag
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}  # noqa: TID251
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus.replace("+", ",")}  # noqa: TID251
     return running(name, argv, port, "/ready", log / f"pd-{name}.log", START_S, environment)
 
 
@@ -182,7 +184,7 @@ def main() -> int:
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     config = SMALL if args.model == "small" else MODELS[args.model]
-    first, second = map(int, args.gpus.split(","))
+    first, second = args.gpus.split(",")
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as made, ExitStack() as stack:
         args.folder = args.folder or str(Path(made) / NAME)

@@ -429,12 +429,13 @@ def test_the_operator_knows_its_arguments(name: str) -> None:
     )
     ports = {port["name"]: port["containerPort"] for port in main["ports"]}
     assert options.metrics_port == ports["metrics"]
+    assert options.metrics_host == options.webhook_host == "0.0.0.0"
     assert options.webhook_port == ports.get("webhook", 0)
     assert options.webhook_cert_dir in ["", *(mount["mountPath"] for mount in main["volumeMounts"])]
     assert options.lease is not None and options.lease.namespace == NAMESPACE
     several = ("team-a", "team-b") if name == "several-namespaces" else ()
     assert options.namespaces == ((NAMESPACE,) if name.startswith("namespaced") else several)
-    assert {variable["name"] for variable in main["env"]} == {"POD_NAME", "POD_NAMESPACE"}
+    assert {variable["name"] for variable in main["env"]} == {"POD_NAME", "POD_NAMESPACE", "POD_IP"}
 
 
 def test_images() -> None:

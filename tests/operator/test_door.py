@@ -17,6 +17,9 @@ from aiohttp import web
 from tls_pair import make_pair
 
 from isthmus_operator.api.limits import too_large
+from isthmus_operator.commands.parser import build_parser
+from isthmus_operator.commands.run_operator import options_of
+from isthmus_operator.settings import Identity
 from isthmus_operator.shell import door, turns, webhook
 from isthmus_operator.shell.door import listening
 from isthmus_operator.shell.handlers import webhook_server
@@ -48,6 +51,21 @@ def trusting() -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return context
+
+
+def test_a_pod_whose_address_is_one_of_ipv6_is_asked_there() -> None:
+    """And by those of IPv4 as well, as with any default of the system."""
+
+    async def main() -> None:
+        arguments = build_parser().parse_args(["operator", "--namespace-mode=cluster"])
+        options = options_of(arguments, Identity(namespace="team", name="pod", kubeconfig="", address="fd00::1"))
+        assert options.metrics_host == options.webhook_host == "::"
+        async with serve_health("::", 0) as port, aiohttp.ClientSession() as client:
+            for host in ("127.0.0.1", "[::1]"):
+                async with client.get(f"http://{host}:{port}/healthz") as answer:
+                    assert answer.status == 200
+
+    run(main)
 
 
 class Hall:

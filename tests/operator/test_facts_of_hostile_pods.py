@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ended import Handle, answering
 
-from isthmus_operator.plan.observed import EngineFacts, Facts, Pod
+from isthmus_operator.plan.observed import EngineFacts, Facts, Pod, Word
 from isthmus_operator.render.names import Component
 from isthmus_operator.shell import facts
 from isthmus_operator.shell.facts import MOST_BYTES, MOST_METRICS, FactReader
@@ -238,7 +238,7 @@ def test_nonsense_is_no_answer(body: bytes, monkeypatch: pytest.MonkeyPatch) -> 
     (found,), _ = ask(answer(body), monkeypatch)
     assert found.engines == {}
     (found,), _ = ask(answer(b'{"engines": ' + body + b"}"), monkeypatch, one=pod(component=Component.ROUTER))
-    assert not found.routable
+    assert not any(found.routers.values())
 
 
 def test_texts_are_cut_before_they_reach_a_status(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,5 +331,37 @@ def test_pods_of_one_namespace_leave_room_for_those_of_others(monkeypatch: pytes
             await asyncio.gather(*waiting)
             await reader.close()
             await asyncio.gather(*(one for one in held if one is not None), return_exceptions=True)
+
+    asyncio.run(main())
+
+
+def test_one_router_of_each_revision_says_what_it_does_with_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it said stands in for an answer that does not come, and no address that was not asked for is kept."""
+
+    def knows(**said: Any) -> Handle:
+        told = [{"url": f"http://{HOST}:8001", "reason": "why", **said}, {"url": "http://10.9.9.9:8001", "reason": ""}]
+        return answer(json.dumps({"engines": told}).encode())
+
+    async def main() -> None:
+        server = Server(knows(other_tokenizer=True))
+        pods = [replace(pod("e"), name="e")] + [
+            replace(pod(name, Component.ROUTER), name=name, revision=name[:3]) for name in ("old-1", "old-2", "new-1")
+        ]
+        async with answering(server.serve, HOST) as port:
+            monkeypatch.setattr(facts, "ROUTER_PORT", port)
+            reader = FactReader()
+            found = await reader.read("ns", pods, load=False)
+            assert found.routers == {"old": {HOST: Word.OTHER}, "new": {HOST: Word.OTHER}}
+            assert len(server.requests) == 2
+            server.handle = answer(b"", status="503 Busy")
+            assert await reader.read("ns", pods, load=False) == found
+            server.handle = knows()
+            later = await reader.read("ns", pods, load=False)
+            assert later.routers == {"old": {HOST: Word.NOT_NOW}, "new": {HOST: Word.NOT_NOW}}
+            server.handle = answer(b"", status="503 Busy")
+            monkeypatch.setattr(facts, "SILENT_S", 0.0)
+            await reader.read("ns", pods, load=False)
+            assert (await reader.read("ns", pods, load=False)).routers == {}
+            await reader.close()
 
     asyncio.run(main())

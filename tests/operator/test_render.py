@@ -337,6 +337,10 @@ def test_a_model_on_several_ranks() -> None:
     assert {"name": "shm", "mountPath": "/dev/shm"} in engine["volumeMounts"], "NCCL needs more than 64 MiB of it"
     assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}} in pod["volumes"]
     assert all(is_rendered(volume["name"]) for volume in pod["volumes"]), "patches may use none of them"
+    pair = render(service(engine={"parallelism": {"tensor": 3}}), Defaults())
+    for role in ("prefill", "decode"):
+        args = pod_of(pair, role)["spec"]["containers"][0]["args"]
+        assert args[args.index("--tensor-parallel-size") + 1] == "3"
     one = service(engine={"parallelism": {"tensor": 1}})
     assert service_revision(one) == service_revision(service())
     assert "--tensor-parallel-size" not in str(render(one, Defaults()))

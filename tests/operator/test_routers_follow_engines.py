@@ -480,6 +480,24 @@ def test_what_changes_while_there_should_be_no_engines_does_not_fail(back: str) 
     assert life.answered and life.ready(R) == {("b", False)}
 
 
+@pytest.mark.parametrize("replicas", [0, 2])
+def test_a_pause_holds_routers_also_while_there_are_no_engines(replicas: int) -> None:
+    life = Life(Asked(rollout=tuple(SURGES[0].items())))
+    life.edit(replicas=0)
+    life.go(20)
+    before = life.world.seen.routers
+    life.edit(model="b", paused=True)
+    life.go(20)
+    assert life.world.seen.routers == before
+    life.edit(replicas=replicas)
+    life.go(20)
+    assert life.world.seen.routers == before
+    assert life.answered is (replicas > 0), "what is paused serves"
+    life.edit(replicas=2, paused=False)
+    life.go(80)
+    assert_done(life.asked.spec, life.world)
+
+
 @pytest.mark.parametrize("strategy", ["Recreate", "Coordinated"])
 @pytest.mark.parametrize("apart", [True, False])
 def test_a_rollback_goes_to_a_mode_that_had_routers(apart: bool, strategy: str) -> None:
@@ -496,6 +514,43 @@ def test_a_rollback_goes_to_a_mode_that_had_routers(apart: bool, strategy: str) 
     life.go(60)
     assert life.answered
     assert life.ready(R) == life.engines == {("a", apart)}
+
+
+@pytest.mark.parametrize("places", [None, 5])
+@pytest.mark.parametrize("surge", SURGES)
+@pytest.mark.parametrize(("apart", "last"), [(True, D), (True, R), (False, W)])
+def test_a_mode_that_is_rolled_back_serves_until_the_one_before_does(
+    apart: bool, last: Component, surge: dict[str, Any], places: int | None
+) -> None:
+    """Its last pod, or one of two routers, never starts; what there was before has gone, or the most of it."""
+    life = Life(Asked(apart=not apart, rollout=tuple((surge | {"onFailure": "Rollback"}).items())))
+    life.world.places = places
+    before = life.engines
+    life.edit(apart=apart)
+    new = role_revision(life.asked.spec, last)
+
+    def starts(pod: Pod) -> bool:
+        every = (*life.world.seen.engines, *life.world.seen.routers)
+        there = sum(w.ready for w in every if w.revision == new)
+        asked = life.asked.routers if last is R else life.asked.replicas
+        return life.starts(pod) and (pod.revision != new or there < asked - 1) and life.world.now - pod.created >= 5
+
+    life.world.becomes_ready = starts
+    life.go(100)
+    assert not life.taken
+    late = life.go(1, 100.0)
+    assert late.state is Rollout.ROLLED_BACK
+    late = life.go(120)
+    assert life.answered and not life.taken, life.taken
+    assert late.state is Rollout.ROLLED_BACK and life.engines == life.ready(R) == before
+    assert not any(w.pods for w in life.world.seen.engines if life.known[w.component, w.revision] not in before)
+    life.go(20, 100.0)
+    assert life.engines == before, "it is not tried again"
+    life.world.becomes_ready, life.world.places = life.starts, None
+    life.edit(image=2)
+    life.go(150)
+    assert_done(life.asked.spec, life.world)
+    assert not life.taken
 
 
 @pytest.mark.parametrize("model", ["a", "ab"])

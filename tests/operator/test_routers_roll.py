@@ -10,7 +10,7 @@ import pytest
 from rollout_world import assert_done, run, service, settled, step, with_pods
 
 from isthmus_operator.api.v1alpha1 import InferenceService
-from isthmus_operator.plan.observed import SICK_AFTER_S, Facts, Pod
+from isthmus_operator.plan.observed import SICK_AFTER_S, Facts, Pod, Word
 from isthmus_operator.plan.planner import Plan, Rollout, plan
 from isthmus_operator.plan.rehearse import World
 from isthmus_operator.plan.status import status_of
@@ -182,8 +182,11 @@ def test_engines_that_no_router_takes_make_nothing_available() -> None:
     world.seen = replace(world.seen, engines=(replace(world.seen.engines[0], pods=tuple(pods)),))
     wanted = plan(target, world.seen, world.now)
     assert available(target, world, wanted, Facts())[0] == "True", "nobody has asked"
-    assert available(target, world, wanted, Facts(routable={pods[0].ip: True}))[0] == "True"
-    status, message = available(target, world, wanted, Facts(routable={pod.ip: False for pod in pods}))
+    revision = world.seen.routers[0].revision
+    one = Facts(routers={revision: {pods[0].ip: Word.TAKEN}})
+    assert available(target, world, wanted, one)[0] == "True"
+    none = Facts(routers={revision: {pod.ip: Word.NOT_NOW for pod in pods}})
+    status, message = available(target, world, wanted, none)
     assert status == "False" and "none of 2 engines" in message
 
 
@@ -201,6 +204,13 @@ def someone(world: World) -> bool:
         if all(any(w.ready and w.pairing == routers.pairing for w in world.seen.of(part)) for part in parts):
             return True
     return False
+
+
+def answered_by_decode(world: World) -> bool:
+    """`someone` where decode answers alone (`Local`)."""
+    every = [(w.pairs, w.pairing) for w in world.seen.routers if w.ready]
+    parts = {True: Component.DECODE, False: Component.WORKER}
+    return any(w.ready and w.pairing == pairing for pairs, pairing in every for w in world.seen.of(parts[pairs]))
 
 
 @pytest.mark.parametrize("strategy", ["Recreate", "Coordinated"])
@@ -264,7 +274,7 @@ def test_the_last_of_a_mode_stays_though_it_flickers(changes: dict[str, Any], un
     world = settled(old)
     world.places = sum(len(w.live) for w in world.seen.engines)
     step(new, world, 6)
-    assert someone(world)
+    assert answered_by_decode(world)
     part = Component.WORKER if unified else Component.DECODE
     with_pods(world, lambda pod: pod.component is part and pod.ready, changed=world.now, **changes)
     names = {pod.name for w in world.seen.engines if w.component is part for pod in w.live}
@@ -274,7 +284,7 @@ def test_the_last_of_a_mode_stays_though_it_flickers(changes: dict[str, Any], un
     with_pods(world, lambda pod: pod.name in names, ready=True)
     for _ in range(20):
         step(new, world)
-        assert someone(world)
+        assert answered_by_decode(world)
 
 
 @pytest.mark.parametrize(("workers", "pairs"), [(3, 2), (3, 3), (4, 4), (4, 6)])
@@ -293,10 +303,15 @@ def test_roles_of_a_mode_that_has_no_room_for_all_share_what_there_is(workers: i
 
 
 @pytest.mark.parametrize("surge", [0, 1])
-@pytest.mark.parametrize(("prefills", "decodes"), [(3, 1), (2, 2), (1, 3)])
-def test_a_mode_of_unlike_roles_comes_on_the_places_of_the_one_before(prefills: int, decodes: int, surge: int) -> None:
+@pytest.mark.parametrize(
+    ("workers", "prefills", "decodes"), [(4, 3, 1), (4, 2, 2), (4, 1, 3), (3, 2, 1), (2, 1, 1), (6, 5, 1)]
+)
+def test_a_mode_of_unlike_roles_comes_on_the_places_of_the_one_before(
+    workers: int, prefills: int, decodes: int, surge: int
+) -> None:
+    """Decode first, which answers alone: of two workers one goes for it, and the last for prefill."""
     rollout = {"maxSurge": surge, "maxUnavailable": 1 - surge}
-    old = in_mode(True, 4, **rollout)
+    old = in_mode(True, workers, **rollout)
     new = service(
         1,
         p=prefills,
@@ -305,5 +320,9 @@ def test_a_mode_of_unlike_roles_comes_on_the_places_of_the_one_before(prefills: 
         router={"replicas": 2},
         rollout={"progressDeadline": "60s", **rollout},
     )
-    world = settled(old, places=4)
-    assert_done(new, run(new, world, check=lambda world: someone(world) or pytest.fail("nobody answers")))
+    world = settled(old, places=workers)
+    world.becomes_ready = lambda pod: pod.component is R or world.now - pod.created >= 10
+    for _ in range(200):
+        step(new, world)
+        assert answered_by_decode(world)
+    assert_done(new, world)

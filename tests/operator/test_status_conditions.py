@@ -16,7 +16,7 @@ from isthmus_operator.commands import cluster
 from isthmus_operator.commands.cluster import blocking, explain_text, plan_steps, status_text
 from isthmus_operator.errors import InvalidSpec
 from isthmus_operator.plan.events import events
-from isthmus_operator.plan.observed import EngineFacts, Facts, Observed
+from isthmus_operator.plan.observed import EngineFacts, Facts, Observed, Word
 from isthmus_operator.plan.planner import plan
 from isthmus_operator.plan.rehearse import World, rehearse
 from isthmus_operator.plan.status import invalid_status, status_of
@@ -207,7 +207,7 @@ def test_adapters_are_ready_where_every_engine_has_them() -> None:
 def test_routable_is_the_routers_word() -> None:
     seen = settled(service()).seen
     seen = with_pods(seen, D, ip="10.0.0.1")
-    found = status(service(), replace(seen, facts=Facts(routable={"10.0.0.1": True})))
+    found = status(service(), replace(seen, facts=Facts(routers={"any": {"10.0.0.1": Word.TAKEN}})))
     assert found["roles"]["decode"]["routable"] == 2
     assert found["roles"]["prefill"]["routable"] == 0
 

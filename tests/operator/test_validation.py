@@ -112,7 +112,15 @@ BAD: list[tuple[dict[str, Any], str, list[str]]] = [
         ["inside the volume"],
     ),
     (adapters(*({"name": f"n{i}", "source": LORA} for i in range(65))), "spec.model.adapters", ["64"]),
-    ({"spec/engine/parallelism": {"tensor": 2}}, "spec.engine.parallelism.tensor", ["mode Unified"]),
+    (
+        {
+            "spec/engine/parallelism": {"tensor": 2},
+            "spec/transfer": {"mode": "Store"},
+            "spec/store": {"segmentSize": "1Gi"},
+        },
+        "spec.engine.parallelism.tensor",
+        ["transfer mode Store", "mode Direct"],
+    ),
     ({"spec/engine/parallelism": {"tensor": 65}}, "spec.engine.parallelism.tensor", ["64 or less"]),
     (
         {"spec/engine/extraArgs": {"tensor-parallel-size": "2"}},
@@ -356,9 +364,15 @@ def test_an_unknown_field_in_a_list_is_not_a_list_that_is_too_short() -> None:
     assert "did you mean sectionName?" in found.fix
 
 
-def test_ranks_of_a_unified_service() -> None:
-    """Each has a GPU where there are GPUs; adapters are for all of them."""
+def test_ranks_of_an_engine() -> None:
+    """Each has a GPU where there are GPUs; adapters are for all of them; prefill and decode have as many."""
     ranks = {"spec/engine/parallelism": {"tensor": 2}}
+    parse(with_values(base(), ranks))
+    gpus = {
+        f"spec/roles/{role}/resources": {"limits": {"nvidia.com/gpu": n}} for role, n in (("prefill", 2), ("decode", 1))
+    }
+    (found,) = problems(with_values(base(), ranks | gpus))
+    assert found.path == "spec.roles.decode.resources.limits.nvidia.com/gpu" and "2 or more" in str(found)
 
     def limits(amount: int) -> dict[str, Any]:
         return {"spec/roles/worker": {"resources": {"limits": {"nvidia.com/gpu": amount}}}}

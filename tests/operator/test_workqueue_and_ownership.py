@@ -15,7 +15,7 @@ from isthmus_operator.commands.log_lines import OneLine
 from isthmus_operator.commands.parser import SHELLS, build_parser
 from isthmus_operator.errors import InvalidSpec, Problem
 from isthmus_operator.plan import autoscale, ownership
-from isthmus_operator.plan.observed import EngineFacts, Facts
+from isthmus_operator.plan.observed import EngineFacts, Facts, Word
 from isthmus_operator.plan.ownership import (
     FIELD_MANAGER,
     TEMPLATE_MARK,
@@ -31,7 +31,7 @@ from isthmus_operator.plan.ownership import (
 from isthmus_operator.plan.planner import plan
 from isthmus_operator.plan.rehearse import World, rehearse
 from isthmus_operator.render.names import Component
-from isthmus_operator.shell.facts import engine_facts, routable
+from isthmus_operator.shell.facts import engine_facts, words
 from isthmus_operator.shell.workqueue import Key, Pauses, WorkQueue
 
 FAST = Pauses(settle=0.0, first=0.001, most=0.004, resync=1000)
@@ -397,8 +397,17 @@ def test_engine_answers_are_read_and_anything_else_is_refused() -> None:
     assert (silent.queued, silent.kv_usage) == (None, None), "what it does not say is no load of 0"
     with pytest.raises(KeyError):
         engine_facts({"role": "router"})
-    engines = [{"url": "http://10.0.0.1:8001", "reason": ""}, {"url": "http://[fd00::1]:8001", "reason": "draining"}]
-    assert routable(engines) == {"10.0.0.1": True, "fd00::1": False}
+    engines = [
+        {"url": "http://10.0.0.1:8001", "reason": ""},
+        {"url": "http://[fd00::1]:8001", "reason": "draining", "other_tokenizer": False},
+        {"url": "http://10.0.0.2:8001", "reason": "its model has another", "other_tokenizer": True},
+        {"url": "http://10.0.0.3:8001", "reason": ""},
+    ]
+    assert words(engines, {"10.0.0.1", "fd00::1", "10.0.0.2", "10.0.0.4"}) == {
+        "10.0.0.1": Word.TAKEN,
+        "fd00::1": Word.NOT_NOW,
+        "10.0.0.2": Word.OTHER,
+    }, "of none that is not asked for"
 
 
 @pytest.mark.parametrize("shell", SHELLS)

@@ -10,7 +10,9 @@ from isthmus_runtime.__main__ import main
 from isthmus_runtime.errors import ConfigError
 from isthmus_runtime.serve_flags import parse_serve
 
+STORE = ["--transfer-mode", "store", "--store-master", "127.0.0.1:1"]
 UNIFIED = ["--role", "unified", "--model", "m"]
+DIRECT = ["--model", "m", "--transfer-mode", "direct"]
 ROUTER = ["--role", "router", "--model", "m"]
 
 
@@ -36,9 +38,9 @@ def problems(argv: list[str]) -> tuple[str, ...]:
         ),
         ([*UNIFIED, "--quantization", "fp8", "--deterministic", "on"], "--deterministic on", "--quantization fp8"),
         (
-            ["--role", "decode", "--model", "m", "--transfer-mode", "direct", "--tensor-parallel-size", "2"],
-            "--tensor-parallel-size",
-            "--transfer-mode direct",
+            ["--role", "decode", "--model", "m", *STORE, "--tensor-parallel-size", "2"],
+            "--tensor-parallel-size 2 does not go with --transfer-mode store",
+            "use direct",
         ),
         (["--role", "prefill", "--model", "m", "--transfer-mode", "direct", "--task", "embed"], "--task", "unified"),
         ([*UNIFIED, "--port", "80x"], "--port", "0 to 65535"),
@@ -50,6 +52,9 @@ def problems(argv: list[str]) -> tuple[str, ...]:
         ([*ROUTER, "--worker", "h:1", "--request-timeout", "9999999h"], "--request-timeout", "up to"),
         ([*UNIFIED, "--api-key-file", "f"], "--api-key-file", "--role router --worker"),
         ([*UNIFIED, "--page", "off"], "--page", "not by --role unified"),
+        (["--role", "prefill", *DIRECT, "--reasoning", "think"], "--reasoning", "not by --role prefill"),
+        (["--role", "decode", *DIRECT, "--control-tokens", "never"], "--control-tokens", "give it to the router"),
+        (["--role", "decode", *DIRECT, "--max-queue", "9"], "--max-queue", "give it to the router"),
         ([*ROUTER, "--worker", "h:1", "--max-model-len", "9"], "--max-model-len", "engines alone"),
         ([*ROUTER, "--worker", "h:1", "--transfer-crc"], "--transfer-crc", "engines alone"),
         (
@@ -88,3 +93,19 @@ def test_a_flag_of_a_newer_operator_says_whose_version_is_too_old(capsys: pytest
     assert main(["serve", *UNIFIED, "--of-tomorrow", "1"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "--of-tomorrow" in line and version("isthmus-runtime") in line and "images of the operator's version" in line
+
+
+@pytest.mark.parametrize(
+    ("host", "pod", "listens"),
+    [
+        ("0.0.0.0", "", "0.0.0.0"),
+        ("0.0.0.0", "10.0.0.1", "0.0.0.0"),
+        ("0.0.0.0", "fd00::1", "::"),
+        ("127.0.0.1", "fd00::1", "127.0.0.1"),
+    ],
+)
+def test_all_addresses_are_also_those_of_ipv6_where_the_pods_is_one(
+    host: str, pod: str, listens: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POD_IP", pod)
+    assert parse_serve([*UNIFIED, "--host", host]).server.host == listens

@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -135,11 +135,13 @@ class Stack:
     router_args: tuple[str, ...] = ()
     prefills: int = 1
     decodes: int = 1
+    host: str = "127.0.0.1"
+    """Where the processes reach each other; of IPv6 in brackets."""
     all: dict[str, Process] = field(default_factory=dict)
     ports: dict[str, int] = field(default_factory=dict)
 
     def url(self, name: str) -> str:
-        return f"http://127.0.0.1:{self.ports[name]}"
+        return f"http://{self.host}:{self.ports[name]}"
 
     def spawn(self, name: str) -> Process:
         """Start (or start again, on the same port) one process."""
@@ -177,9 +179,8 @@ class Stack:
     def _wait_master(self) -> None:
         end = time.monotonic() + START_DEADLINE_S
         while time.monotonic() < end:
-            with socket.socket() as s:
-                if s.connect_ex(("127.0.0.1", self.ports["master"])) == 0:
-                    return
+            with suppress(OSError), socket.create_connection((self.host.strip("[]"), self.ports["master"])):
+                return
             time.sleep(0.05)
         raise AssertionError(f"mooncake_master does not listen:\n{self.all['master'].tail()}")
 
@@ -187,21 +188,21 @@ class Stack:
         if name == "master":
             return [
                 str(BIN / "mooncake_master"),
-                "--rpc_address=127.0.0.1",
+                f"--rpc_address={self.host.strip('[]')}",
                 f"--rpc_port={self.ports['master']}",
-                "--metrics_host=127.0.0.1",
+                f"--metrics_host={self.host.strip('[]')}",
                 f"--metrics_port={self.ports['metrics']}",
             ]
         role = name.rstrip("0123456789")
         argv = [str(BIN / "isthmus-runtime"), "serve", "--role", role, "--port", str(self.ports[name])]
         argv += ["--model", str(self.model), "--served-model-name", "test"]
         if role == "router":
-            prefill = ",".join(f"127.0.0.1:{self.ports[f'prefill{i}']}" for i in range(self.prefills))
-            decode = ",".join(f"127.0.0.1:{self.ports[f'decode{i}']}" for i in range(self.decodes))
+            prefill = ",".join(f"{self.host}:{self.ports[f'prefill{i}']}" for i in range(self.prefills))
+            decode = ",".join(f"{self.host}:{self.ports[f'decode{i}']}" for i in range(self.decodes))
             return [*argv, "--prefill", prefill, "--decode", decode, *self.router_args]
         argv += ["--executor", self.executor, "--transfer-mode", self.mode, *self.engine_args]
         if self.mode == "store":
-            argv += ["--store-master", f"127.0.0.1:{self.ports['master']}", "--store-segment-size", "256Mi"]
+            argv += ["--store-master", f"{self.host}:{self.ports['master']}", "--store-segment-size", "256Mi"]
         return argv
 
 

@@ -77,6 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 0
     except OSError as error:
+        if arguments.command == "operator":
+            raise  # where it came from tells more than what a system, TLS or nobody (a timeout) says of it
         # A run folder that is a file, a full disk: the system says which, and why.
         print(f"isthmus {arguments.command}: {error}", file=sys.stderr)
         return 1

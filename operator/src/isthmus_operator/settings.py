@@ -27,12 +27,19 @@ class Identity:
 
     namespace: of the pod, from POD_NAMESPACE or the service account; empty outside a cluster
     name:      POD_NAME, or else the host's name
+    address:   of the pod, POD_IP; empty outside a cluster
     kubeconfig: first file of KUBECONFIG; empty when it is not set
     """
 
     namespace: str
     name: str
     kubeconfig: str
+    address: str = ""
+
+    @property
+    def everywhere(self) -> str:
+        """What to listen on for all addresses, of which the pod's own may be one of IPv6."""
+        return "::" if ":" in self.address else "0.0.0.0"
 
 
 def identity(environ: Mapping[str, str] | None = None, account: Path = _ACCOUNT) -> Identity:
@@ -45,4 +52,5 @@ def identity(environ: Mapping[str, str] | None = None, account: Path = _ACCOUNT)
         namespace=namespace,
         name=environ.get("POD_NAME") or socket.gethostname(),
         kubeconfig=environ.get("KUBECONFIG", "").split(os.pathsep)[0],
+        address=environ.get("POD_IP", ""),
     )

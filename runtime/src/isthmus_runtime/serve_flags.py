@@ -109,9 +109,7 @@ def _add_engine_flags(engine: argparse._ArgumentGroup) -> None:
         "--deterministic", default="off", choices=["on", "off"], help="tokens alike in any batch; slower"
     )
     engine.add_argument("--threads", default="0", help="CPU threads; 0: all this process may use")
-    engine.add_argument(
-        "--tensor-parallel-size", default="1", help="ranks that compute the model together, a GPU each; unified only"
-    )
+    engine.add_argument("--tensor-parallel-size", default="1", help="ranks that compute the model together, a GPU each")
     engine.add_argument("--max-model-len", default="auto", help="tokens, or auto")
     engine.add_argument("--max-batched-tokens", default="2048")
     engine.add_argument("--max-step-time", default="200ms", help="longest gap that prompts may make in a stream")
@@ -193,7 +191,7 @@ def parse_serve(argv: Sequence[str]) -> EngineConfig | RouterConfig:
     read = FlagReader(args)
     role = Role(args.role)
     server = ServerConfig(
-        host=args.host,
+        host=_all_addresses(args.host),
         port=read.integer("port", 0, 65535),
         drain_timeout_s=read.duration("drain_timeout"),
         no_progress_timeout_s=read.duration("no_progress_timeout"),
@@ -237,15 +235,22 @@ def parse_serve(argv: Sequence[str]) -> EngineConfig | RouterConfig:
     return config
 
 
+def _all_addresses(host: str) -> str:
+    """As they are asked for by 0.0.0.0, which leaves out a pod's own address where that is one of IPv6."""
+    return "::" if host == "0.0.0.0" and ":" in pod_ip() else host
+
+
 def _of_another_role(args: argparse.Namespace, role: Role) -> list[str]:
     """A problem for each flag that was given and is not for this role: who asks for a key, say, relies on it."""
-    of_router = role is Role.ROUTER
+    adders, readers, fix = [_add_router_flags, _add_chat_flags], "routers and unified engines", "give it to the router"
+    if role is Role.ROUTER:
+        adders, readers, fix = [_add_engine_flags, _add_transfer_flags], "engines", "remove it here"
+    elif role is Role.UNIFIED:
+        adders, readers = [_add_router_flags], "--role router"
+        fix = "put a router in front (--role router --worker HOST:PORT), and give it there"
     others = argparse.ArgumentParser(add_help=False)
-    for add in (_add_engine_flags, _add_transfer_flags) if of_router else (_add_router_flags,):
+    for add in adders:
         add(others.add_argument_group())
-    readers, fix = "engines", "remove it here"
-    if not of_router:
-        readers, fix = "--role router", "put a router in front (--role router --worker HOST:PORT), and give it there"
     return [
         f"--{name.replace('_', '-')} is read by {readers} alone, not by --role {role.value}: {fix}"
         for name, default in vars(others.parse_args([])).items()
@@ -381,10 +386,10 @@ def _refuse_together(
             f"--kv-layout {args.kv_layout} does not go with --transfer-mode {transfer.mode}: it scatters a block over "
             "all layers, and a transfer moves blocks as one run; use block-major"
         )
-    if ranks > 1 and transfer.mode != "none":
+    if ranks > 1 and transfer.mode == "store":
         read.problems.append(
-            f"--tensor-parallel-size {ranks} does not go with --transfer-mode {transfer.mode}: only the first rank's "
-            "KV would move; use --role unified without a transfer, or 1"
+            f"--tensor-parallel-size {ranks} does not go with --transfer-mode store: only the first rank's KV would "
+            "be stored; use direct, or 1"
         )
     if ranks > 2 and model.deterministic:  # of two summands there is one sum, whoever makes it
         read.problems.append(

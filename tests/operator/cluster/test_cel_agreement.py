@@ -91,7 +91,8 @@ def test_adapters_and_ranks_are_accepted(client: Client) -> None:
     }
     assert ask(client, cases.with_values(cases.base(), changes)) == (201, "")
     ranks = {"spec/engine/parallelism": {"tensor": 2}}
-    assert ask(client, cases.with_values(cases.base("Unified"), ranks)) == (201, "")
+    for mode in ("Unified", "Disaggregated"):
+        assert ask(client, cases.with_values(cases.base(mode), ranks)) == (201, "")
 
 
 STATIC: dict[str, Any] = {"scaling": {"mode": "Static"}}

@@ -277,6 +277,8 @@ class Hub:
     """What the listing has in place of what is right."""
     xet: bool = False
     """Whether files have a hash of Xet's."""
+    large: dict[str, int] = field(default_factory=dict)
+    """Sizes that the answer to HEAD has in place of what is right."""
     asked: list[str] = field(default_factory=list)
 
 
@@ -345,6 +347,8 @@ def hub_server() -> Iterator[Hub]:
                 return
             content, asked = files[name], self.headers.get("Range", "")
             head = {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha256(content).hexdigest()}"'}
+            if not body and name in hub.large:
+                head["X-Linked-Size"] = str(hub.large[name])
             if hub.xet:
                 head |= {"X-Xet-Hash": "0" * 64, "X-Xet-Refresh-Route": "/api/models/owner/tiny/xet-read-token/x"}
             if asked.startswith("bytes=") and body:
@@ -408,6 +412,23 @@ def test_a_mirror_that_lists_no_sizes(tmp_path: Path) -> None:
         done = fetch("hf://owner/tiny@main", str(tmp_path / "m"), env={"HF_ENDPOINT": hub.url})
         assert done.returncode == 0, done.stderr
         assert holds(tmp_path / "m", WHOLE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_file_that_hubs_give_to_others_alone_is_named(tmp_path: Path, listed: bool) -> None:
+    """Before anything is downloaded, where the listing has its size."""
+    name = "model-00001.safetensors"
+    with hub_server() as hub:
+        if listed:
+            siblings = [{"rfilename": one, "size": 60_000_000_000 if one == name else 2} for one in WANTED]
+            hub.odd = {"siblings": siblings}
+        else:
+            hub.large = {name: 60_000_000_000}
+        done = fetch("hf://owner/tiny@main", str(tmp_path / "m"), env={"HF_ENDPOINT": hub.url})
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert name in done.stderr and "more than 50 GB" in done.stderr and "hf_transfer" not in done.stderr
+    assert not listed or not hub.downloads
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from isthmus_runtime.executor.model_runner import TorchExecutor
 from isthmus_runtime.interfaces.steps import Chunk, RowBlocks, RowStart, StepOutput, StepPlan
 from isthmus_runtime.kv.plan import KvPlan, KvPlanInput, plan
 from isthmus_runtime.lora_config import LoraConfig
+from isthmus_runtime.models.shard import WHOLE, Shard
 from isthmus_runtime.request import SamplingParams, TokenLogprobs
 
 DEADLINE_S = 120.0
@@ -237,10 +238,11 @@ def start_engine() -> Iterator[Callable[..., Engine]]:
         device: Device | None = None,
         quantization: str = "auto",
         lora: LoraConfig | None = None,
+        shard: Shard = WHOLE,
     ) -> Engine:
         scheduler = SchedulerConfig(max_batched_tokens=budget, max_num_seqs=max_rows, max_model_len=max_model_len)
         model = ModelConfig(path=str(directory), device="cpu", dtype=dtype, quantization=quantization, threads=2)
-        loaded = load(model, scheduler, device=device, lora=lora)
+        loaded = load(model, scheduler, device=device, shard=shard, lora=lora)
         specs = loaded.layer_specs(block_size, kv_dtype)
         kv_plan = plan(
             KvPlanInput(

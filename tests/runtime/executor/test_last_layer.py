@@ -13,12 +13,13 @@ from fake_device import FakeDevice
 from safetensors.torch import save_file
 from torch import Tensor
 
-from isthmus_kernels import native
+from isthmus_kernels import dispatch, native
 from isthmus_runtime.executor.device.cpu import CpuDevice
 from isthmus_runtime.interfaces.steps import Chunk, RowStart, StepOutput, StepPlan
 from isthmus_runtime.layers.batch import ForwardBatch, ReadBatch
 from isthmus_runtime.models.decoder import Decoder, Workspace
 from isthmus_runtime.models.registry import read_model_spec
+from isthmus_runtime.models.shard import Shard
 from isthmus_runtime.request import SamplingParams
 
 compiled = pytest.mark.skipif(not native.available(), reason="rows are invariant with the compiled kernels alone")
@@ -238,3 +239,36 @@ def test_drafts_scores_and_prefix_hits_in_one_step(tmp_path: Path, start_engine:
     # 3 draws, 1, all 20 that are scored, none.
     assert short[-3:] == [(1, 70), (24, 69), (2, 21)]
     assert len(want[1].scores[0].logprobs) == 19
+
+
+@pytest.mark.parametrize("draws", [0, 1])
+def test_the_end_of_a_step_is_that_of_every_rank(draws: int, tmp_path: Path, start_engine: Any) -> None:
+    """When ranks meet for the last time in a step, all of its keys and values are written: those of the others are sent
+    when the first rank's own step has ended."""
+    seen: list[bool] = []
+    pools: list[Any] = []  # the steps of a start have none to look at
+
+    class Ranks:
+        """Of one."""
+
+        parts = False
+
+        def sum(self, x: Tensor) -> None:
+            del x
+            seen.extend(not bool(pool.layers[-1].pages[[1, 2]].isnan().any()) for pool in pools)
+
+        def sum_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+            self.sum(x)
+            dispatch.add_rms_norm(x, residual, weight, eps, out=out)
+
+        def gather(self, part: Tensor) -> Tensor:
+            self.sum(part)
+            return part[None]
+
+    engine = start_engine(model_dir(tmp_path / "model", "llama"), max_rows=2, budget=64, shard=Shard(0, 1, Ranks()))
+    engine.executor.kv_cache.poison()
+    pools.append(engine.executor.kv_cache)
+    start = RowStart(0, "0", [5] * 40, 40, ((1, 2, 3),), SamplingParams(max_tokens=1, temperature=0.0))
+    chunk = Chunk(0, 0, 40 if draws else 32, draws)
+    engine.executor.submit(StepPlan(0, (start,), (), (chunk,), chunk.num_tokens)).result(60)
+    assert seen[-1] and not seen[0], seen

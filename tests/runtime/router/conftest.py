@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from serving import served as serving
 
 from isthmus_runtime.config import ModelConfig, RouterConfig, ServerConfig
-from isthmus_runtime.errors import RequestError
+from isthmus_runtime.errors import RequestError, UnknownModel
 from isthmus_runtime.metrics import render
 from isthmus_runtime.protocol.calls import (
     AbortCall,
@@ -192,6 +192,7 @@ class FakeEngine:
         self.note()
         response = web.StreamResponse()
         try:
+            self._check(call)
             await self._play(request, response, self.before)
             await response.prepare(request)
             script = self.local_script
@@ -216,6 +217,7 @@ class FakeEngine:
         self.note()
         response = None
         try:
+            self._check(call)
             if call.ticket is None:
                 response = web.StreamResponse()
                 await response.prepare(request)
@@ -237,6 +239,11 @@ class FakeEngine:
             await response.write_eof()
             return response
         return web.Response(text=answer.model_dump_json(exclude_defaults=True), content_type="application/json")
+
+    def _check(self, call):
+        adapter = call.request.adapter
+        if adapter is not None and adapter.digest not in {one.digest for one in self.adapters}:
+            raise UnknownModel(f"model: this engine has another {adapter.name!r}", param="model")
 
     async def _ticket(self, request):
         self.tickets.append(TicketCall.model_validate_json(await request.read()).ticket)

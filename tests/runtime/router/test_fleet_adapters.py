@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,6 +11,7 @@ import pytest
 
 from isthmus_runtime.errors import EngineLost, InvalidRequest, Overloaded, RequestError, UnknownModel
 from isthmus_runtime.protocol.info import AdapterInfo
+from isthmus_runtime.request import AdapterName, FinishReason
 from isthmus_runtime.router.adapters import FleetAdapters
 from isthmus_runtime.router.passed_on import OwnTokenizer
 
@@ -144,5 +146,61 @@ def test_what_was_changed_may_be_asked_for_at_once(rig: Any, run: Any, kit: Any)
             assert names() == {"sql": "d2", "same": "d1"}
             await change("same", None)
             assert names() == {"sql": "d2"}
+
+    run(main())
+
+
+def asks(kit: Any, digest: str) -> Any:
+    return replace(kit.request(), adapter=AdapterName("sql", digest))
+
+
+@pytest.mark.parametrize("changed", [(0,), (0, 1), (1,)])
+@pytest.mark.parametrize("roles", [("unified", "unified"), ("prefill", "decode")])
+def test_a_request_follows_its_adapter_to_another_content(
+    rig: Any, run: Any, kit: Any, roles: tuple[str, str], changed: tuple[int, ...]
+) -> None:
+    """Engines are given it one after the other, and a router learns that by its next probe: until then each request
+    had 404, though what it asks for was there all the time."""
+
+    async def main() -> None:
+        engines = [kit.Engine(role) for role in roles]
+        async with rig(*engines, discovery_interval_s=25.0) as r:
+            await r.router.adapters.change("sql", "d1")
+            for number in changed:
+                engines[number].adapters = (AdapterInfo(name="sql", digest="d2"),)
+            for number in range(4):
+                chunks = await kit.collect(r.backend, replace(asks(kit, "d1"), request_id=f"r{number}"))
+                assert chunks[-1].finish_reason is FinishReason.STOP
+            served = {call.request.adapter.digest for engine in engines for call in engine.generates}
+            assert served <= {"d1", "d2"} and r.idle()
+
+    run(main())
+
+
+def test_a_request_that_was_planned_before_a_change_gets_the_new_content(rig: Any, run: Any, kit: Any) -> None:
+    async def main() -> None:
+        engine = kit.Engine("unified")
+        async with rig(engine, discovery_interval_s=25.0) as r:
+            await r.router.adapters.change("sql", "d2")
+            assert (await kit.collect(r.backend, asks(kit, "d1")))[-1].finish_reason is FinishReason.STOP
+            assert [call.request.adapter.digest for call in engine.generates] == ["d2"]
+
+    run(main())
+
+
+@pytest.mark.parametrize("left", [(), (AdapterInfo(name="sql", digest="d1"),)])
+def test_an_adapter_that_is_gone_is_unknown(rig: Any, run: Any, kit: Any, left: tuple[AdapterInfo, ...]) -> None:
+    """And one that an engine tells and refuses all the same is not tried for ever."""
+
+    async def main() -> None:
+        engine = kit.Engine("unified")
+        async with rig(engine, discovery_interval_s=25.0) as r:
+            await r.router.adapters.change("sql", "d1")
+            engine.adapters = left
+            if left:
+                engine.before = [UNKNOWN]
+            with pytest.raises(UnknownModel):
+                await kit.collect(r.backend, asks(kit, "d1"))
+            assert len(engine.generates) == 1 and r.idle()
 
     run(main())

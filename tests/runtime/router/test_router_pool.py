@@ -74,9 +74,11 @@ def test_no_ids_go_to_an_engine_with_another_tokenizer(rig, run, kit, roles):
             assert all(not engine.generates and not engine.prefills for engine in olds)
             assert all(engine.generates or engine.prefills for engine in news)
             assert all("another tokenizer" in states(r.pool)[engine.url][1] for engine in olds)
+            assert {s.url for s in r.pool.statuses() if s.other_tokenizer} == {engine.url for engine in olds}
             olds[-1].vocabulary = ""  # one that does not tell, of an older version
             await looked_at(olds[-1])
             assert "does not tell" in states(r.pool)[olds[-1].url][1]
+            assert {s.url for s in r.pool.statuses() if s.other_tokenizer} == {engine.url for engine in olds[:-1]}
             olds[-1].tokenizer = "new"  # it tells by which it takes texts
             await r.until_ready(len(news) + 1)
 

@@ -7,38 +7,50 @@ import threading
 import pytest
 
 from isthmus_runtime.errors import Cancelled
+from isthmus_runtime.sharing import fair_line
 from isthmus_runtime.sharing.fair_line import FairLine
 
 DEADLINE_S = 60.0
 
 
-def test_the_line_is_fair_by_time_and_gives_nobody_credit() -> None:
-    now = [0.0]
-    line, order, pause = FairLine(lambda: now[0]), [], threading.Event()
-    threads: list[threading.Thread] = []
+class Line:
+    """One on a clock that only its works move."""
 
-    def wait(who: str, number: int, seconds: float) -> None:
-        with line.turn(who, lambda: None):
-            order.append((who, number))
-            now[0] += seconds
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.line = FairLine(lambda: self.now)
+        self.remembered = 0
+        """The most clients of whom it ever was."""
+        self._order: list[tuple[str, int]] = []
+        self._threads: list[threading.Thread] = []
+        self._pause = threading.Event()
 
-    def come(*clients: tuple[str, int, float]) -> None:
+    def wait(self, who: str, number: int, seconds: float) -> None:
+        with self.line.turn(who, lambda: None):
+            self._order.append((who, number))
+            self.now += seconds
+            self.remembered = max(self.remembered, len(self.line._ended))
+
+    def come(self, *clients: tuple[str, int, float]) -> None:
         for client in clients:
-            waiting = sum(map(len, line._waiting.values()))
-            threads.append(threading.Thread(target=wait, args=client))
-            threads[-1].start()
-            while sum(map(len, line._waiting.values())) == waiting:
-                pause.wait(0.001)
+            waiting = sum(map(len, self.line._waiting.values()))
+            self._threads.append(threading.Thread(target=self.wait, args=client))
+            self._threads[-1].start()
+            while sum(map(len, self.line._waiting.values())) == waiting:
+                self._pause.wait(0.001)
 
-    def go() -> list[tuple[str, int]]:
-        for thread in threads:
+    def go(self) -> list[tuple[str, int]]:
+        for thread in self._threads:
             thread.join(DEADLINE_S)
-        found, order[:] = list(order), []
+        found, self._order = self._order, []
         return found
 
-    with line.turn("long", lambda: None):
-        now[0] += 9.0
-        come(
+
+def test_the_line_is_fair_by_time_and_gives_nobody_credit() -> None:
+    one = Line()
+    with one.line.turn("long", lambda: None):
+        one.now += 9.0
+        one.come(
             ("long", 1, 9.0),
             ("long", 2, 9.0),
             ("a", 1, 0.1),
@@ -51,16 +63,35 @@ def test_the_line_is_fair_by_time_and_gives_nobody_credit() -> None:
         def leave() -> None:
             raise Cancelled("gone")
 
-        with pytest.raises(Cancelled), line.turn("d", leave):
+        with pytest.raises(Cancelled), one.line.turn("d", leave):
             pass
-    assert go() == [("a", 1), ("b", 1), ("c", 1), ("a", 2), ("b", 2), ("long", 1), ("long", 2)]
-    assert not line._waiting and line._has is None and "d" not in line._ended
+    assert one.go() == [("a", 1), ("b", 1), ("c", 1), ("a", 2), ("b", 2), ("long", 1), ("long", 2)]
+    assert not one.line._waiting and one.line._has is None
     # Who has sent texts all the time waits for one of a new client, not for as many as it has had.
-    for number in range(20):
-        wait("steady", number, 1.0)
-    go()
-    with line.turn("new", lambda: None):
-        now[0] += 1.0
-        come(("new", 1, 1.0), ("new", 2, 1.0), ("new", 3, 1.0), ("steady", 1, 1.0), ("steady", 2, 1.0))
-    assert go().index(("steady", 1)) <= 1
-    assert len(line._ended) <= 2, "nobody is remembered for ever"
+    with one.line.turn("a", lambda: None):
+        one.come(*(("steady", number, 1.0) for number in range(20)), ("b", 0, 30.0))
+    one.go()
+    with one.line.turn("new", lambda: None):
+        one.now += 1.0
+        one.come(("new", 1, 1.0), ("new", 2, 1.0), ("new", 3, 1.0), ("steady", 1, 1.0), ("steady", 2, 1.0))
+    assert one.go().index(("steady", 1)) <= 1
+
+
+def test_what_was_taken_while_nobody_else_came_is_forgotten() -> None:
+    one = Line()
+    one.wait("long", 0, 9.0)
+    one.go()
+    with one.line.turn("first", lambda: None):
+        one.come(("a", 1, 0.1), ("long", 1, 0.1), ("b", 1, 0.1))
+    assert one.go() == [("a", 1), ("long", 1), ("b", 1)]
+    assert not one.line._ended
+
+
+def test_of_many_clients_those_are_remembered_that_have_taken_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fair_line, "MOST_REMEMBERED", 8)
+    one = Line()
+    with one.line.turn("long", lambda: None):
+        one.now += 9.0
+        one.come(("long", 1, 0.1), *((str(number), 0, 0.1) for number in range(30)))
+    assert one.go()[-1] == ("long", 1)
+    assert one.remembered == 8

@@ -1,4 +1,5 @@
-"""What a grammar says is text, also where the model has a token of that name; by name a grammar asks for the token."""
+"""What a grammar says is text, also where the model has a token of that name, or writes it otherwise; by name a grammar
+asks for the token."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import random
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from isthmus_runtime.errors import InvalidRequest
 from isthmus_runtime.request import Structure
@@ -95,6 +96,46 @@ def test_added_words_are_what_they_are_decoded_as(word: str, model: Path) -> Non
     for seed in range(5):
         found = made.decode(walk(grammars, Structure("json_schema", '{"type": "string", "maxLength": 40}'), seed))
         assert "\ufffd" not in json.loads(found)
+
+
+def sentencepiece() -> Tokenizer:
+    """With a sign for a space, and tokens of single bytes for what no other has."""
+    texts = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abehnotuxy12", "▁a", "▁▁", "he"]
+    vocab = {text: i for i, text in enumerate(texts)}
+    made = Tokenizer(
+        models.BPE(vocab, [("▁", "a"), ("▁", "▁"), ("h", "e")], unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
+    made.normalizer = normalizers.Replace(" ", "▁")
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    made.add_special_tokens(["<s>", "</s>"])
+    return made
+
+
+OTHERWISE = {
+    "nfc": lambda made: setattr(made, "normalizer", normalizers.NFC()),  # as Qwen 2 and 3
+    "lower": lambda made: setattr(
+        made, "normalizer", normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    ),
+    "space before": lambda made: setattr(made, "pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=True)),
+}
+
+
+@pytest.mark.parametrize("how", [*OTHERWISE, "sign for a space"])
+def test_text_is_not_what_the_tokenizer_would_make_of_it(how: str, model: Path) -> None:
+    made = Tokenizer.from_file(str(model / "tokenizer.json")) if how in OTHERWISE else sentencepiece()
+    OTHERWISE.get(how, lambda made: None)(made)
+    grammars = Grammars(made.to_str(), eos_token_ids=[EOS], vocab_size=made.get_vocab_size())
+    # Letters as macOS writes them in names of files, an ohm sign, a letter as keyboards for Hindi write it, bars.
+    for said in ("a he", "  12 a", "cafe\u0301", "10 \u2126", "\u095c", "A\u212b", "▁▂▃", "a▁ ▁▁  a"):
+        for structure in (
+            Structure("choice", json.dumps([said])),
+            Structure("regex", f"{said}[ab]"),
+            Structure("json_schema", json.dumps({"const": said})),
+        ):
+            ids = walk(grammars, structure)
+            found = made.decode(ids, skip_special_tokens=False)
+            found = json.loads(found) if structure.kind == "json_schema" else found
+            assert (found[:-1] if structure.kind == "regex" else found) == said, (structure, found)
 
 
 def test_what_has_no_end_is_gone_over_once() -> None:

@@ -1,7 +1,9 @@
 """One engine's side of a transfer as a process of its own: the real agent and the real transport, without a model.
 
-Started by the tests with argv MODE HOST MASTER BLOCKS BLOCK_BYTES. Reads one JSON call per line from stdin, answers
-each with one line, and prints every handoff event as a line. Serves GET /internal/drained like an engine does.
+Started by the tests with argv MODE HOST MASTER BLOCKS BLOCK_BYTES SEGMENT TIMEOUT and flags: `crc`, `secret=S`, and
+`ranks=N`, whose pools and movers are all in this process, with channels between them. Reads one JSON call per line from
+stdin, answers each with one line, and prints every handoff event as a line. Serves GET /internal/drained like an engine
+does.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import json
 import mmap
+import socket
 import sys
 import threading
 import time
@@ -26,6 +29,9 @@ from isthmus_runtime.protocol.calls import CommitCall
 from isthmus_runtime.protocol.ticket import Ticket
 from isthmus_runtime.transfer.agent import TransferAgent
 from isthmus_runtime.transfer.factory import make_transfer
+from isthmus_runtime.transfer.other_ranks import OtherRank
+from isthmus_runtime.transfer.rank_lines import channel
+from isthmus_runtime.transfer.rank_mover import RankMover
 
 mode, host, master, blocks, block_bytes, segment, timeout = sys.argv[1:8]
 num_blocks, size = int(blocks), int(block_bytes)
@@ -42,9 +48,19 @@ def refs(rows: list[list[Any]]) -> tuple[BlockRef, ...]:
     return tuple(BlockRef(*row, 0) for row in rows)
 
 
-pool = mmap.mmap(-1, num_blocks * size)
-base = ctypes.addressof(ctypes.c_char.from_buffer(pool))
-memory = KvRegion(base=base, num_blocks=num_blocks, block_bytes=size, block_stride=size, layout_digest="L")
+ranks = next((int(flag[6:]) for flag in sys.argv[8:] if flag.startswith("ranks=")), 1)
+pools = [mmap.mmap(-1, num_blocks * size) for _ in range(ranks)]
+pool = pools[0]
+memory, *other_memories = (
+    KvRegion(
+        base=ctypes.addressof(ctypes.c_char.from_buffer(one)),
+        num_blocks=num_blocks,
+        block_bytes=size,
+        block_stride=size,
+        layout_digest="L",
+    )
+    for one in pools
+)
 cfg = TransferConfig(
     mode=mode,
     host=host,
@@ -54,7 +70,14 @@ cfg = TransferConfig(
 )
 epoch = f"epoch-{time.time_ns()}"
 secret = next((pool_secret(flag[7:].encode()) for flag in sys.argv[8:] if flag.startswith("secret=")), b"")
-backend = make_transfer(cfg, epoch=epoch, secret=secret)
+channels = [channel() for _ in other_memories]
+ended = [threading.Event() for _ in other_memories]
+movers = [
+    RankMover(theirs, region, cfg, end.set)
+    for (_, theirs), region, end in zip(channels, other_memories, ended, strict=True)
+]
+others = [OtherRank(rank, ours) for rank, (ours, _) in enumerate(channels, 1)]
+backend = make_transfer(cfg, epoch=epoch, secret=secret, others=others)
 began = time.monotonic()
 try:
     backend.prepare(memory, 10.0)
@@ -71,7 +94,8 @@ def notify(event: HandoffEvent) -> None:
     say(body)
 
 
-agent = TransferAgent(backend, memory, cfg, notify, time.monotonic)
+rank_checksums = [other.checksum for other in others]
+agent = TransferAgent(backend, memory, cfg, notify, time.monotonic, rank_checksums=rank_checksums)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -108,10 +132,16 @@ def call(body: dict[str, Any]) -> Any:
     attempt = body.get("attempt", "")
     match body["call"]:
         case "fill":
-            for block in body["blocks"]:
-                pool[block * size : (block + 1) * size] = bytes([(block * 7 + body["seed"]) % 251 + 1]) * size
+            for rank in body.get("ranks", range(ranks)):
+                for block in body["blocks"]:
+                    value = bytes([(block * 7 + rank * 17 + body["seed"]) % 251 + 1])
+                    pools[rank][block * size : (block + 1) * size] = value * size
         case "crc":
-            return [zlib.crc32(pool[b * size : (b + 1) * size]) for b in body["blocks"]]
+            return [zlib.crc32(one[b * size : (b + 1) * size]) for one in pools for b in body["blocks"]]
+        case "break rank":
+            channels[body["rank"] - 1][1].shutdown(socket.SHUT_RDWR)
+        case "rank ended":
+            return ended[body["rank"] - 1].wait(10.0)
         case "open_receive":
             ticket = agent.open_receive(
                 ReceiveJob(

@@ -397,10 +397,11 @@ def test_auto_may_settle_on_tcp_when_allowed(nvlink: bool) -> None:
 
 
 def test_tcp_settings_keep_writes_acknowledged() -> None:
-    env = transport_environment("tcp", 30.0)
+    env = transport_environment("tcp", "10.0.0.1", 30.0)
     assert env["MC_TCP_PROTO"] == "2" and env["MC_FORCE_TCP"] == "1"
     assert env["MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER"] == env["MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER"] == "65535"
-    assert "MC_FORCE_TCP" not in transport_environment("rdma", 30.0)
+    assert "MC_USE_IPV6" not in env
+    assert "MC_FORCE_TCP" not in transport_environment("rdma", "fd00::1", 30.0)
 
 
 def test_record_slots_are_finite_and_cleared() -> None:

@@ -83,8 +83,8 @@ RULES: dict[Place, list[tuple[str, str]]] = {
         ),
         (
             f"!({_DISAGGREGATED}) || !has(self.engine) || !has(self.engine.parallelism)"
-            " || self.engine.parallelism.tensor == 1",
-            "engine.parallelism.tensor above 1 needs mode Unified",
+            " || self.engine.parallelism.tensor == 1 || !has(self.transfer) || self.transfer.mode != 'Store'",
+            "engine.parallelism.tensor above 1 does not go with transfer mode Store",
         ),
         (
             f"!has(self.scalingPolicy) || {_DISAGGREGATED}",

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
 from ..errors import Problem
+from .router_spec import Router
 from .spec import (
     Availability,
     Engine,
@@ -23,7 +24,6 @@ from .spec import (
     Parallelism,
     Rdma,
     RoleEngine,
-    Router,
     Store,
 )
 

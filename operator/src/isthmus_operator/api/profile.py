@@ -17,9 +17,10 @@ from ..errors import Problem
 from .allowed_patch import allowed_patch, beyond, foreign_mounts, refused_field
 from .choices import ServiceType, Transport
 from .pod_patch import DIRECTIVE
+from .pod_spec import PodSettings
 from .problems import show
 from .rules import engine_roles
-from .spec import PodSettings, Spec
+from .spec import Spec
 
 
 class Feature(StrEnum):

@@ -40,6 +40,7 @@ class Reason(StrEnum):
     CONFIG_ERROR = "ContainerConfigError"
     OUT_OF_MEMORY = "OutOfMemory"
     MODEL_FETCH_FAILED = "ModelFetchFailed"
+    ANOTHER_TOKENIZER = "AnotherTokenizer"
     DEADLINE_EXCEEDED = "ProgressDeadlineExceeded"
     ROLLED_BACK = "RolledBack"
     NAME_TAKEN = "NameTaken"
@@ -132,6 +133,12 @@ TEXTS: dict[Reason, Text] = {
     Reason.MODEL_FETCH_FAILED: Text(
         "The model cannot be downloaded.",
         "Run `kubectl logs POD -c model-fetch`; correct the source, its credentials or the network.",
+    ),
+    Reason.ANOTHER_TOKENIZER: Text(
+        "Routers give an engine nothing, as its model has another tokenizer than theirs: a branch has moved, or files"
+        " were changed in place, since they started. A rollout takes no old engine away for it.",
+        "Name another revision (best a commit) or place in `spec.model.source`, which replaces engines and routers in"
+        " step; or restart the routers, which then know the new engines alone.",
     ),
     Reason.DEADLINE_EXCEEDED: Text(
         "A new pod, or the master, was not ready within `spec.rollout.progressDeadline`. Old pods go on serving.",

@@ -143,8 +143,8 @@ def _ranks(spec: Spec) -> Iterator[Problem]:
     ranks, path = spec.engine.parallelism.tensor, "spec.engine.parallelism.tensor"
     if ranks == 1:
         return
-    if spec.mode is Mode.DISAGGREGATED:
-        yield Problem(path, f"{ranks} does not go with mode Disaggregated", "1, or mode Unified", "set it to 1")
+    if spec.mode is Mode.DISAGGREGATED and spec.transfer.mode is TransferMode.STORE:
+        yield Problem(path, f"{ranks} does not go with transfer mode Store", "1, or mode Direct", "set it to 1")
     for name, role in engine_roles(spec):
         gpus = {key: amount for key, amount in role.resources.limits.items() if key.endswith("/gpu")}
         if gpus and sum(amount.value for amount in gpus.values()) < ranks:
@@ -379,7 +379,7 @@ RULES: tuple[Rule, ...] = (
     Rule(_cache_is_used, reads=("model.source", "model.cache")),
     Rule(_names_differ, reads=("model.servedNames",)),
     Rule(adapters, reads=("model.adapters", "model.servedNames")),
-    Rule(_ranks, reads=("roles",), asks_for=("mode", "engine.parallelism.tensor")),
+    Rule(_ranks, reads=("roles",), asks_for=("mode", "transfer.mode", "engine.parallelism.tensor")),
     Rule(_extra_args_are_extra, reads=("engine.extraArgs", "router.extraArgs")),
     Rule(_kv_size, reads=("engine.kvCache", "roles"), asks_for=("engine.maxModelLen",)),
     Rule(_kv_layout, asks_for=("mode", "engine.kvCache.layout")),

@@ -6,9 +6,9 @@ prefill and decode cannot be given different ones.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import Field, StringConstraints, WithJsonSchema
+from pydantic import Field, StringConstraints
 
 from .choices import (
     Dtype,
@@ -18,15 +18,12 @@ from .choices import (
     KvLayout,
     LogLevel,
     Mode,
-    PrefillUnavailable,
     PullPolicy,
     Quantization,
     RolloutFailure,
     RolloutStrategy,
-    RouterPolicy,
     ScalingMetric,
     ScalingMode,
-    ServiceType,
     SpeculativeMethod,
     Toggle,
     TransferFailure,
@@ -35,16 +32,8 @@ from .choices import (
 )
 from .fields import Block, CountOrPercent, Duration, Label, Name, Quantity, Text
 from .model_spec import Model, SecretKey, SecretName
-
-_OPEN = {"type": "object", "maxProperties": 64, "x-kubernetes-preserve-unknown-fields": True}
-Count = Annotated[int, Field(ge=0, le=10000)]
-Open = Annotated[dict[str, Any], WithJsonSchema(_OPEN)]
-"""A Kubernetes object passed through unread; the API server checks it when the pods are made. `limits` bounds it."""
-
-
-ExtraArgs = Annotated[
-    dict[Annotated[str, StringConstraints(max_length=63, pattern=r"^[a-z][a-z0-9-]*$")], Text], Field(max_length=32)
-]
+from .pod_spec import Count, ExtraArgs, PodSettings
+from .router_spec import Router
 
 
 class KvMemory(Block):
@@ -104,7 +93,7 @@ class Speculative(Block):
 
 class Parallelism(Block):
     tensor: Annotated[int, Field(ge=1, le=64)] = 1
-    """Processes of a pod that split the model, a GPU each where there are GPUs. Only with mode Unified."""
+    """Processes of a pod that split the model, a GPU each where there are GPUs. Not with transfer mode Store."""
 
 
 class Engine(EngineTuning):
@@ -168,39 +157,6 @@ class ScalingPolicy(Block):
     ratio: ScalingRatio | None = None
     """Bounds between roles, kept by those with scaling mode Auto: one that lags is scaled up; only what its max does
     not allow takes the other down. Not while a role has no pods."""
-
-
-class Resources(Block):
-    requests: Annotated[dict[Label, Quantity], Field(max_length=16)] = Field(default_factory=dict)
-    """What the scheduler reserves. Absent for a resource that has a limit: the limit."""
-    limits: Annotated[dict[Label, Quantity], Field(max_length=16)] = Field(default_factory=dict)
-    """What the container may use, for example nvidia.com/gpu: 1."""
-
-
-class Placement(Block):
-    node_selector: Annotated[dict[Label, Annotated[str, StringConstraints(max_length=63)]], Field(max_length=32)] = (
-        Field(default_factory=dict)
-    )
-    """Labels a node must have."""
-    tolerations: Annotated[tuple[Open, ...], Field(max_length=32)] = ()
-    """Taints to accept, as in a pod."""
-    affinity: Open = Field(default_factory=dict)
-    """Affinity, as in a pod. Joined with what transfer.locality asks for."""
-    topology_spread: Toggle = Toggle.AUTO
-    """Auto: pods of the role are spread over nodes when that is possible."""
-    priority_class_name: Name | None = None
-    """Priority class of the pods."""
-    runtime_class_name: Name | None = None
-    """Runtime class of the pods."""
-
-
-class PodSettings(Block):
-    resources: Resources = Field(default_factory=Resources)
-    """Resources of the main container."""
-    placement: Placement = Field(default_factory=Placement)
-    """Where the pods may run."""
-    pod_patch: Open = Field(default_factory=dict)
-    """Strategic merge patch on the pod template, applied last. The container is `engine`, `router` or `master`."""
 
 
 class Role(PodSettings):
@@ -281,85 +237,6 @@ class Store(Block):
     find or replace each other's KV. It encrypts nothing."""
     master: StoreMaster = Field(default_factory=StoreMaster)
     """The pool's master: managed or external."""
-
-
-Origin = Annotated[str, StringConstraints(max_length=280, pattern=r"^(\*|https?://[^/?#,\s]+)$")]
-"""Of a web page, as browsers send it: scheme, host and port. `*`: any."""
-
-
-class RouterAuth(Block):
-    """Who may call the API: exactly one of the two."""
-
-    api_key_secret_ref: SecretKey | None = None
-    """Key that clients must send as a bearer token."""
-    tenants_secret_ref: SecretKey | None = None
-    """JSON document of tenants, their keys and limits; read again when the Secret changes."""
-
-
-class ExposeService(Block):
-    type: ServiceType = ServiceType.CLUSTER_IP
-    """Type of the Service in front of the router."""
-    port: Annotated[int, Field(ge=1, le=65535)] = 80
-    """Port of that Service."""
-
-
-Hostname = Annotated[
-    str,
-    StringConstraints(
-        max_length=253, pattern=r"^(\*\.)?[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
-    ),
-]
-"""A DNS name, which may begin with `*.`, as the Gateway API takes it."""
-
-
-class ParentRef(Block):
-    name: Name
-    """Name of a Gateway."""
-    namespace: Name | None = None
-    """Namespace of the Gateway. Absent: the service's own."""
-    section_name: Name | None = None
-    """Listener of the Gateway."""
-
-
-class HttpRoute(Block):
-    parent_refs: Annotated[tuple[ParentRef, ...], Field(min_length=1, max_length=8)]
-    """Gateways that carry the route."""
-    hostnames: Annotated[tuple[Hostname, ...], Field(max_length=16)] = ()
-    """Host names of the route. Absent: all of the Gateway."""
-
-
-class Expose(Block):
-    service: ExposeService = Field(default_factory=ExposeService)
-    """The Service clients use."""
-    http_route: HttpRoute | None = None
-    """An HTTPRoute (Gateway API) to the router. Skipped with an Event while that API is not installed."""
-
-
-class Router(PodSettings):
-    resources: Resources = Field(default_factory=Resources)
-    """Resources of the main container. What is not named has a default, so that a quota takes routers."""
-    replicas: Count = 2
-    """Number of routers. They share nothing. With one, clients are refused while its node is drained."""
-    image: Text | None = None
-    """Image of the router. Absent: the operator's default, fixed when a revision is first made."""
-    policy: RouterPolicy = RouterPolicy.LEAST_LOAD
-    """How pods are chosen."""
-    disaggregate_above: Annotated[int, Field(ge=0, le=2**24)] = 0
-    """Prompts of at most this many tokens are computed on the decode pod itself."""
-    on_prefill_unavailable: PrefillUnavailable = PrefillUnavailable.LOCAL
-    """Local: decode computes prompts while no prefill pod can. Reject: 503 with Retry-After."""
-    max_queue: Annotated[int, Field(ge=1, le=2**31 - 1)] = 1024
-    """Most requests in flight per router; more are answered with 429."""
-    request_timeout: Duration = Duration("10m")
-    """Longest a request may take from arrival to its last token."""
-    auth: RouterAuth | None = None
-    """Absent: no key is asked for."""
-    cors_origins: Annotated[tuple[Origin, ...], Field(max_length=16)] = ()
-    """Origins of web pages that may call the API from a browser. Absent: none."""
-    extra_args: ExtraArgs = Field(default_factory=dict)
-    """Further router flags without their dashes, for example tool-format or control-tokens; as engine.extraArgs."""
-    expose: Expose = Field(default_factory=Expose)
-    """How clients reach the router."""
 
 
 class Rollout(Block):

@@ -91,7 +91,7 @@ def _operator(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="feature that services may use; repeatable; only with restricted",
     )
     command.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
-    command.add_argument("--metrics-host", default="0.0.0.0", help="address of /metrics, /readyz and /healthz")
+    command.add_argument("--metrics-host", default="", help="address of /metrics, /readyz and /healthz; default: all")
     command.add_argument("--metrics-port", type=int, default=9090, help="0: any free port")
     command.add_argument("--health-port", type=int, default=8080, help="port of /healthz; 0 turns it off")
     command.add_argument("--webhook-port", type=int, default=0, help="0: no webhook")

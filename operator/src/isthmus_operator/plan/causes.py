@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..api.reasons import Reason
 from ..render.names import Component
-from .observed import UNSCHEDULABLE, Pod, Workload
+from .observed import REFUSED, UNSCHEDULABLE, Pod, Workload
 
 _POD_REASONS = {
     UNSCHEDULABLE: Reason.UNSCHEDULABLE,
@@ -19,6 +19,7 @@ _POD_REASONS = {
     "CreateContainerConfigError": Reason.CONFIG_ERROR,
     "CreateContainerError": Reason.CONFIG_ERROR,
     "OOMKilled": Reason.OUT_OF_MEMORY,
+    REFUSED: Reason.ANOTHER_TOKENIZER,
 }
 FETCH_CONTAINER = "model-fetch"
 SET_UP_S = 60.0

@@ -6,11 +6,15 @@ Times are seconds since the epoch. Nothing here knows Kubernetes objects or clie
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from enum import Enum
 
 from ..render.names import Component, is_engine
 
 UNSCHEDULABLE = "Unschedulable"
 """Reason of a pod for which the scheduler finds no node."""
+
+REFUSED = "AnotherTokenizer"
+"""Reason of a pod to which routers give nothing."""
 
 SICK_AFTER_S = 30.0
 """A pod that ran and is unready for less than this is having a moment; after that it is sick."""
@@ -164,16 +168,28 @@ class EngineFacts:
     stale: bool = False
 
 
+class Word(Enum):
+    """What a router says of an engine. OTHER: that it will never give it requests, as it has another tokenizer."""
+
+    TAKEN = "taken"
+    NOT_NOW = "not now"
+    OTHER = "another tokenizer"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """Answers of the pods. A pod that has not answered is absent.
 
-    engines:  pod name -> what it says
-    routable: pod address -> whether the router may choose it; None when no router answered
+    engines: pod name -> what it says
+    routers: revision of routers -> what one of them says of each address that it knows
     """
 
     engines: dict[str, EngineFacts] = field(default_factory=dict)
-    routable: dict[str, bool] | None = None
+    routers: dict[str, dict[str, Word]] = field(default_factory=dict)
+
+    def taken(self, address: str) -> bool:
+        """Whether a router gives requests to the pod that has this address."""
+        return any(words.get(address) is Word.TAKEN for words in self.routers.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ holds a rollout up, when it has failed, and in which order store, engines and ro
 
 - The master of a store is ready before the first engine that uses it starts, and goes after the last.
 - A workload of an old revision stays, at zero, until the rollout is over: it is what a rollback goes back to.
+- A pod to which routers give nothing for its tokenizer does not count (`refusals`).
 - A pod that has crashed counts for a rollout once it has been ready for a while: one that crashes and is ready for a
   moment again and again would take the old ones away.
 - A rollback goes back in time: to what was there before the revision that failed was made. A revert that fails stays.
@@ -42,6 +43,7 @@ from .progress import (
     remaining,
     store_ready,
 )
+from .refusals import next_look, without_refused, without_unseen
 from .rollout import Goal, Move, lingering, next_move, places, recreate_move, reduced, settles
 
 Key = tuple[Component, str]
@@ -69,6 +71,7 @@ class Plan:
     router:    the revision that routers come to
     alone:     the only router is about to be replaced, without surge
     goals:     component -> revision and number of pods to come to
+    had:       component -> pods of a role that goes with the mode that is rolled back, as there were when that began
     failed:    revision to remember as failed
     waits:     what holds the rollout up
     wake:      when to plan again even if nothing happens
@@ -81,6 +84,7 @@ class Plan:
     router: str = ""
     alone: bool = False
     goals: dict[Component, Goal] = field(default_factory=dict)
+    had: dict[Component, int] = field(default_factory=dict)
     state: Rollout = Rollout.ROLLING
     failed: str = ""
     waits: tuple[str, ...] = ()
@@ -91,10 +95,11 @@ class Plan:
 def plan(service: InferenceService, seen: Observed, now: float) -> Plan:
     """The next step. With the cluster as it wants it, it equals what exists."""
     wanted = goals_of(service, seen)
-    there, seen = seen, seen.settled(now)
+    router = role_revision(service, Component.ROUTER)
+    there = without_refused(seen, wanted, router)
+    seen = there.settled(now)
     revision = service_revision(service)
     failed = seen.failed if seen.failed == revision else ""
-    router = role_revision(service, Component.ROUTER)
     at_stake = changing(service, wanted, router, there)
     stuck = "" if failed else overdue(service, at_stake, now) or crashing(service, at_stake, now)
     if (
@@ -106,12 +111,15 @@ def plan(service: InferenceService, seen: Observed, now: float) -> Plan:
     goals = (_fallback(wanted, seen, now) or wanted) if failed else wanted
     router = routers.goal_of(service, goals, seen, failed=bool(failed))
     rolling = is_rolling(goals, seen, now)
+    ready, seen = seen, without_unseen(seen, goals, router, now) if rolling else seen
+    had = _had(goals, seen, began=seen.failed == failed)
+    seen = replace(seen, wanted=seen.wanted | had)
     hold = _hold(service, goals, seen, rolling, "" if failed else stuck)
     stands = bool(hold) or not rolling
     every = present(service, goals, router, there)
     stuck = "" if failed else stuck or (overdue(service, every, now) if stands else "")
     routing = routers.next_step(service, goals, router, seen, now, rolling=rolling)
-    move = _held(goals, seen, now) if hold else _move(service, goals, router, seen, now)
+    move = _held(goals, seen, now) if hold else _move(service, goals, router, seen, now, failed=bool(failed))
     over = not hold and not rolling and routers.arrived(service, router, seen)
     over = over and (bool(failed) or store_ready(service, seen))
     complete = (over and engines_ready(goals, seen)) or (not stuck and not rolling and _was_complete(revision, seen))
@@ -124,11 +132,12 @@ def plan(service: InferenceService, seen: Observed, now: float) -> Plan:
         router=router,
         alone=routers.replaces_the_only_one(service, router, seen, routing),
         goals={goal.component: goal for goal in goals},
+        had=had,
         state=_state(service, failed, stuck, complete, is_pending(service, goals, seen, now)),
         failed=failed,
         waits=tuple(dict.fromkeys(wait for wait in (stuck, hold, *move.waits) if wait)),
         gap=move.gap,
-        wake=_earliest(move.wake, next_deadline(service, every, there, now)),
+        wake=_earliest(move.wake, next_deadline(service, every, there, now), next_look(ready, seen, now)),
     )
 
 
@@ -177,10 +186,21 @@ def _fallback(goals: Sequence[Goal], seen: Observed, now: float) -> tuple[Goal, 
     # A mode that was gone through has engines, and routers only if it has served.
     lacking = all(goal.component is Component.PREFILL for goal in gone)
     if gone and (not back or not (lacking or routers.known(back.values(), seen))):
-        return (*gone, *(replace(goal, count=0) for goal in goals))
+        return (*gone, *(replace(goal, count=0, leaves=True) for goal in goals))
     if not back or any(goal.component not in back and current(goal, seen) is None for goal in goals):
         return None
     return tuple(_at(goal, back[goal.component]) if goal.component in back else goal for goal in goals)
+
+
+def _had(goals: Sequence[Goal], seen: Observed, *, began: bool) -> dict[Component, int]:
+    """How many pods of roles that leave had started when a rollback began: one that never did has no place to give."""
+    return {
+        goal.component: seen.wanted.get(goal.component, 0)
+        if began and any(w.live for w in seen.of(goal.component))
+        else sum(pod.ready or pod.started for w in seen.of(goal.component) for pod in w.live)
+        for goal in goals
+        if goal.leaves
+    }
 
 
 def _former(goals: Sequence[Goal], seen: Observed, now: float) -> dict[Component, Workload]:
@@ -279,7 +299,7 @@ def _held(goals: Sequence[Goal], seen: Observed, now: float) -> Move:
     """No revision gives way to another. The one that serves in a role, or did last, makes up the role's count."""
     counts = {(w.component, w.revision): w.replicas for w in seen.engines}
     wakes: list[float] = []
-    for goal in goals:
+    for goal in (goal for goal in goals if not goal.leaves):
         serving = keeper(seen.of(goal.component), now)
         if serving is None or (serving.replicas == 0 and serving.pooled and not _has_store(seen)):
             continue
@@ -298,17 +318,23 @@ def _held(goals: Sequence[Goal], seen: Observed, now: float) -> Move:
     return Move(counts=counts, wake=min(wakes, default=None))
 
 
-def _move(service: InferenceService, goals: Sequence[Goal], router: str, seen: Observed, now: float) -> Move:
+def _move(
+    service: InferenceService, goals: Sequence[Goal], router: str, seen: Observed, now: float, *, failed: bool
+) -> Move:
     strategy = service.spec.rollout.strategy
     rolling = is_rolling(goals, seen, now)
+    goals = [goal for goal in goals if not goal.leaves]
     if strategy is RolloutStrategy.RECREATE and rolling:
         return recreate_move(goals, seen.engines, now)
     layouts = {goal.pairing for goal in goals} | {w.pairing for w in remaining(goals, seen, now)}
     alone = strategy is RolloutStrategy.INDEPENDENT and len(layouts) == 1
     routed = routers.old_pairings(service, router, seen, now)
+    # What is kept of a mode that was rolled back, at zero, is in nobody's way.
+    parts = {goal.component for goal in goals}
+    there = [w for w in seen.engines if w.component in parts or not failed or w.replicas or places(w, now)]
     move = next_move(
         goals,
-        seen.engines,
+        there,
         now,
         in_step=not alone,
         routed=routed,
@@ -316,6 +342,7 @@ def _move(service: InferenceService, goals: Sequence[Goal], router: str, seen: O
         lone=service.spec.router.on_prefill_unavailable is PrefillUnavailable.LOCAL,
         wanted=seen.wanted,
     )
+    move = replace(move, counts={(w.component, w.revision): w.replicas for w in seen.engines} | move.counts)
     if strategy is RolloutStrategy.INDEPENDENT and not alone and rolling:
         text = "roles change in step although strategy is Independent: old and new may differ in KV layout"
         return replace(move, waits=(*move.waits, text))
@@ -337,7 +364,9 @@ def _unneeded(goals: Sequence[Goal], seen: Observed, over: bool, move: Move, now
     back = {*_former(goals, seen, now).values()}
     roles = _former_roles(goals, seen, now)
     back |= {w for goal in roles for w in seen.of(goal.component) if w.revision == goal.revision}
-    kept = set() if over else {one.name for one in back}
+    # What failed is known by what is there of it, until another spec is asked for.
+    gone = {w.name for goal in goals if goal.leaves and (w := current(goal, seen)) is not None}
+    kept = gone if over else gone | {one.name for one in back}
     return tuple(
         w.name
         for w in others(goals, seen)

@@ -27,7 +27,7 @@ def current(goal: Goal, seen: Observed) -> Workload | None:
 
 def others(goals: Sequence[Goal], seen: Observed) -> list[Workload]:
     """Engine workloads of another revision, or of a role that is gone."""
-    wanted = {(goal.component, goal.revision) for goal in goals}
+    wanted = {(goal.component, goal.revision) for goal in goals if not goal.leaves}
     return [w for w in seen.engines if (w.component, w.revision) not in wanted]
 
 
@@ -92,7 +92,7 @@ def _from_engines_on(routers: Workload, goals: Sequence[Goal], seen: Observed) -
 def changed(goals: Sequence[Goal], seen: Observed) -> list[Goal]:
     """The goals of which a rollout is not over: workloads of another revision are kept, at zero, until it is."""
     roles = {w.component for w in others(goals, seen)}
-    gone = roles - {goal.component for goal in goals}
+    gone = roles - {goal.component for goal in goals if not goal.leaves}
     return [goal for goal in goals if gone or goal.component in roles]
 
 

@@ -57,7 +57,7 @@ class World:
             store=self._store(service, wanted),
             failed=wanted.failed,
             current=service_revision(service) if wanted.state is Rollout.COMPLETE else self.seen.current,
-            wanted=self.seen.wanted | {part: goal.count for part, goal in wanted.goals.items()},
+            wanted=self.seen.wanted | {part: goal.count for part, goal in wanted.goals.items()} | wanted.had,
         )
 
     def tick(self, seconds: float = 1.0) -> None:

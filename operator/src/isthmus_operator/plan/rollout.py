@@ -14,7 +14,8 @@ any moment is just another starting point. The rules, in the order they are used
 3. Ready pods of a role never fall below its count minus maxUnavailable by our doing.
 4. Roles move in step, those of a new mode too, as one would take the places that the other needs: none begins step k+1
    of S before all have the ready new pods of step k (the interpolation of
-   Kubernetes KEP-766 of LeaderWorkerSet's DisaggregatedSet, with its waiting for old pods left out).
+   Kubernetes KEP-766 of LeaderWorkerSet's DisaggregatedSet, with its waiting for old pods left out). Of a new mode
+   decode comes first where it answers alone: two engines of which one has to make room become a pair without a gap.
 5. One prefill and one decode pod of equal pairing stay ready at every moment, where the counts leave room for it.
    A role of one pod without surge leaves none: it waits until the other role has new pods, and then has a gap.
 """
@@ -34,7 +35,8 @@ OVERDUE_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """What one engine role should come to: `count` pods of `revision`. max_unavailable + max_surge is above 0."""
+    """What one engine role should come to: `count` pods of `revision`. max_unavailable + max_surge is above 0.
+    `leaves`: the role is of a mode that is rolled back, and goes as one that the spec no longer has; count is 0."""
 
     component: Component
     revision: str
@@ -42,6 +44,7 @@ class Goal:
     count: int
     max_unavailable: int
     max_surge: int
+    leaves: bool = False
 
     def __post_init__(self) -> None:
         assert self.max_unavailable + self.max_surge > 0, "validation refuses a rollout in which no pod may change"
@@ -136,12 +139,16 @@ def next_move(
     waits: list[str] = []
     wakes: list[float] = []
     step = _step(roles) if in_step else None
+    alone = lone and bool(leaving)
+    first = {role.goal.component for role in roles if alone and role.goal.count > 0 and role.ready_new == 0}
     keep = (
         _kept_pairing(roles, now, routed, known, lone) if routed is not None or (in_step and len(roles) > 1) else None
     )
     gap = False
     for role in roles:
         cap, total = _cap(role, step)
+        if role.goal.component is Component.PREFILL and Component.DECODE in first:
+            cap = 0
         target = _new_count(role, cap, now)
         counts[role.goal.component, role.goal.revision] = target
         old, forced = _old_counts(role, roles, cap, keep, known, now)
@@ -151,7 +158,7 @@ def next_move(
         if role.rolling or role.ready_new < role.goal.count:
             waits += _wait(role, cap, target, total, now)
     wakes += [at for w in leaving for at in settles(w, now)]
-    counts |= _leaving(roles, leaving, routed is None, wanted or {}, now)
+    counts |= _leaving(roles, leaving, routed is None, lone, wanted or {}, now)
     return Move(counts=counts, waits=tuple(waits), gap=gap, wake=min(wakes, default=None))
 
 
@@ -315,6 +322,7 @@ def _leaving(
     roles: Sequence[_Role],
     leaving: Sequence[Workload],
     may_leave: bool,
+    lone: bool,
     wanted: Mapping[Component, int],
     now: float,
 ) -> dict[tuple[Component, str], int]:
@@ -332,14 +340,16 @@ def _leaving(
         lingering(w.pods, now) for w in leaving
     )
     news = [role.new for role in roles if role.new is not None]
-    unplaced = sum(all(pod.reason == UNSCHEDULABLE for pod in new.live) for new in news)
+    unplaced = sum(bool(new.live) and all(pod.reason == UNSCHEDULABLE for pod in new.live) for new in news)
     gone = sum(
         max(0, wanted.get(part, 0) - sum(_started(w, now) for w in leaving if w.component is part))
         for part in {w.component for w in leaving}
     )
     waiting = min(waiting, sum(role.ready_new for role in roles) + max(1, unplaced) - gone)
-    serve = all(role.ready_new > 0 for role in roles if role.goal.count > 0) and may_leave
-    least = 0 if serve or (unplaced and not all(role.goal.max_surge for role in roles)) else 1
+    needed = [role for role in roles if role.goal.count > 0 and not (lone and role.goal.component is Component.PREFILL)]
+    answer = all(role.ready_new > 0 for role in needed)
+    no_room = unplaced and not all(role.goal.max_surge for role in roles)
+    least = 0 if (may_leave if answer else no_room) else 1
     counts: dict[tuple[Component, str], int] = {}
     for workload in sorted(leaving, key=lambda w: (-_started(w, now), w.name)):
         started = _started(workload, now)
@@ -365,9 +375,9 @@ def _wait(role: _Role, cap: int, target: int, total: int, now: float) -> list[st
         return [f"{name}: {worst.name} is not ready: {worst.problem or 'starting'}"]
     if role.new is not None and role.new.problem:
         return [f"{name}: {role.new.problem}"]
-    stopping = sum(lingering(w.pods, now) for w in role.old)
+    stopping = sum(lingering(w.pods, now) for w in (*role.old, *([role.new] if role.new else [])))
     if stopping and target < cap:
-        return [f"{name}: {stopping} old pods finish their work before new ones take their place"]
+        return [f"{name}: {stopping} stopping pods finish their work before new ones take their place"]
     if role.rolling and target >= cap and target == role.ready_new:
         return [f"{name}: {role.ready_new} of {role.goal.count} changed, waits for the other role"]
     return []

@@ -32,7 +32,7 @@ def goal_of(service: InferenceService, goals: Sequence[Goal], seen: Observed, *,
     wanted = role_revision(service, Component.ROUTER)
     former = [w for w in seen.routers if w.revision != wanted] if failed else []
     engines = [new for goal in goals if goal.count > 0 and (new := current(goal, seen)) is not None]
-    found = [w for w in former if engines and all(_suits(w, engine) for engine in engines)]
+    found = [w for w in former if engines and all(suits(w, engine) for engine in engines)]
     pairs, known_model = service.spec.mode is Mode.DISAGGREGATED, model_digest(service)
     if (
         not found
@@ -44,14 +44,20 @@ def goal_of(service: InferenceService, goals: Sequence[Goal], seen: Observed, *,
     return max(found, key=_standing).revision if found else wanted
 
 
-def may_change(goal: str, goals: Sequence[Goal], seen: Observed, now: float, *, rolling: bool) -> bool:
+def may_change(
+    service: InferenceService, goal: str, goals: Sequence[Goal], seen: Observed, now: float, *, rolling: bool
+) -> bool:
     """Whether routers may come to a revision now. `rolling`: engines of other revisions are there. Once some have, the
-    rest do also while new engines flicker."""
+    rest do also while new engines flicker. Of a new mode decode pods are enough that answer alone, where a last pod of
+    the former one may be in the way of prefill."""
     if not rolling:
         return True
     new = seen.router_of(goal)
     begun = new is not None and new.replicas > 0
-    for role in (role for role in goals if role.count > 0):
+    parts = {role.component for role in goals if not role.leaves}
+    leaving = [w.replicas for w in seen.engines if w.component not in parts]
+    lone = bool(leaving) and sum(leaving) <= 1 and _decodes_alone(service)
+    for role in (role for role in goals if role.count > 0 and not (lone and role.component is Component.PREFILL)):
         engines = current(role, seen)
         fresh = 0 if engines is None else engines.well(now) if begun else engines.ready
         others = sum(w.ready for w in seen.of(role.component)) - fresh
@@ -72,8 +78,9 @@ def next_step(
     pairs = all(engines.component is not Component.WORKER for engines in new)
     # New engines answer, of few roles or few as they are, and those that routers are of do not.
     alone = not has_engines(service, best, seen, now) and _answer(service, pairs, new, now)
-    # Engines that have all changed leave others nothing to do: the step is over when routers of theirs serve.
-    if service.spec.rollout.paused and (rolling or fit(service, best)):
+    # Engines that have all changed leave others nothing to do: the step is over when routers of theirs serve. Where
+    # there are none, not even that is so.
+    if service.spec.rollout.paused and (rolling or fit(service, best) or not new):
         lost = has_engines(service, best, seen, now) and any(
             w.replicas and not has_engines(service, w, seen, now) for w in seen.routers
         )
@@ -82,25 +89,29 @@ def next_step(
         if lost or _stand_in(service, best.revision, seen, now) is not None:
             return next_counts(service, best.revision, seen, now)
         return held_counts(service, seen, best)
-    may = may_change(goal, goals, seen, now, rolling=rolling) or alone
+    may = may_change(service, goal, goals, seen, now, rolling=rolling) or alone
     return next_counts(service, goal if may else best.revision, seen, now)
 
 
 def has_engines(service: InferenceService, routers: Workload, seen: Observed, now: float) -> bool:
     """Whether an engine that routers can give requests to is well; with prefill and decode, one of each, unless decode
     answers alone."""
-    return _answer(service, routers.pairs, [w for w in seen.engines if _suits(routers, w)], now)
+    return _answer(service, routers.pairs, [w for w in seen.engines if suits(routers, w)], now)
 
 
 def _answer(service: InferenceService, pairs: bool, engines: Sequence[Workload], now: float) -> bool:
     """Whether such of these as an answer needs are well. `pairs`: the mode."""
     parts = [Component.DECODE] if pairs else [Component.WORKER]
-    if pairs and service.spec.router.on_prefill_unavailable is PrefillUnavailable.REJECT:
+    if pairs and not _decodes_alone(service):
         parts.append(Component.PREFILL)
     return all(any(w.well(now) for w in engines if w.component is part) for part in parts)
 
 
-def _suits(routers: Workload, engines: Workload) -> bool:
+def _decodes_alone(service: InferenceService) -> bool:
+    return service.spec.router.on_prefill_unavailable is PrefillUnavailable.LOCAL
+
+
+def suits(routers: Workload, engines: Workload) -> bool:
     """Whether it is not known that routers are of another mode or model than engines."""
     if routers.pairs is (engines.component is Component.WORKER):
         return False
@@ -109,7 +120,7 @@ def _suits(routers: Workload, engines: Workload) -> bool:
 
 def known(engines: Iterable[Workload], seen: Observed) -> bool:
     """Whether there are, or were, routers of all these engines."""
-    return all(any(_suits(w, one) for w in seen.routers) for one in engines)
+    return all(any(suits(w, one) for w in seen.routers) for one in engines)
 
 
 def serving(service: InferenceService, seen: Observed, now: float) -> Workload | None:
@@ -188,13 +199,13 @@ def old_pairings(service: InferenceService, goal: str, seen: Observed, now: floa
         return None
     asked = tuple(w for w in seen.routers if w.revision != goal and w.replicas > 0)
     old = serving(service, replace(seen, routers=asked), now) or _stand_in(service, goal, seen, now)
-    return None if old is None else frozenset(w.pairing for w in seen.engines if _suits(old, w))
+    return None if old is None else frozenset(w.pairing for w in seen.engines if suits(old, w))
 
 
 def known_pairings(service: InferenceService, seen: Observed, now: float) -> frozenset[str]:
     """Pairings of the engines that the routers that serve can give requests to, whatever revision these are of."""
     best = serving(service, seen, now)
-    return frozenset(w.pairing for w in seen.engines if best is not None and _suits(best, w))
+    return frozenset(w.pairing for w in seen.engines if best is not None and suits(best, w))
 
 
 def replaces_the_only_one(service: InferenceService, goal: str, seen: Observed, counts: dict[str, int]) -> bool:
@@ -226,7 +237,7 @@ def unneeded(goal: str, seen: Observed, counts: dict[str, int], over: bool, now:
     rest = [w for w in seen.routers if w.revision != goal]
     kept: set[str] = set()
     for engines in () if over else seen.engines:
-        fitting = [w for w in rest if _suits(w, engines)]
+        fitting = [w for w in rest if suits(w, engines)]
         if not fitting and not engines.model:  # an earlier operator made them, and did not say of which model
             fitting = [w for w in rest if w.pairs is not (engines.component is Component.WORKER)]
         kept |= {w.name for w in fitting if w is max(fitting, key=_standing)}

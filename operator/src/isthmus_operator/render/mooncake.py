@@ -30,9 +30,10 @@ def stateful_set(service: InferenceService, defaults: Defaults) -> dict[str, Any
         "image": service.spec.engine.image or defaults.engine_image,
         "command": ["mooncake_master"],
         "args": [
-            "--rpc_address=0.0.0.0",
+            # All addresses of IPv4 would be none where pods have others.
+            "--rpc_address=$(POD_IP)",
             f"--rpc_port={MASTER_RPC_PORT}",
-            "--metrics_host=0.0.0.0",
+            "--metrics_host=$(POD_IP)",
             f"--metrics_port={METRICS_PORT}",
             # A log line of a thousand characters every ten seconds; /metrics has the same numbers.
             "--enable_metric_reporting=false",

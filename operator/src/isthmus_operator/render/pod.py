@@ -8,7 +8,7 @@ from typing import Any
 
 from ..api.choices import Toggle
 from ..api.pod_patch import DIRECTIVE, MERGE_KEYS
-from ..api.spec import PodSettings, Resources
+from ..api.pod_spec import PodSettings, Resources
 from ..api.v1alpha1 import InferenceService
 from . import credentials
 from .names import Component, exactly, labels, selector

@@ -12,7 +12,8 @@ import json
 from functools import lru_cache
 
 from ..api.fields import canonical
-from ..api.spec import Role, Router
+from ..api.router_spec import Router
+from ..api.spec import Role
 from ..api.v1alpha1 import InferenceService
 from . import adapters
 from .names import Component

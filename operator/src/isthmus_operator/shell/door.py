@@ -229,6 +229,8 @@ def _bound(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:  # by `::` all addresses, whatever this system's default is
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         listener.setblocking(False)
         listener.bind(address)
         listener.listen(MOST)

@@ -1,4 +1,5 @@
-"""Asks the pods of a service what they know about themselves: /info of engines and of one router, /metrics for Auto.
+"""Asks the pods of a service what they know about themselves: /info of engines and of a router of each revision, and
+/metrics for Auto.
 
 A pod runs whatever its owner likes, so what it says is not trusted: an answer is read up to a size and a time, never
 unpacked, never followed elsewhere, and its texts and numbers are bounded before anybody sees them. A pod that does not
@@ -13,7 +14,7 @@ import ipaddress
 import json
 import logging
 import math
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,7 @@ from weakref import WeakValueDictionary
 
 import aiohttp
 
-from ..plan.observed import EngineFacts, Facts, Pod, printable
+from ..plan.observed import EngineFacts, Facts, Pod, Word, printable
 from ..render.names import ENGINE_PORT, METRICS_PORT, ROUTER_PORT, Component
 
 DEADLINE_S = 2.0
@@ -36,7 +37,9 @@ MOST_OF_A_SERVICE = 8
 MOST_OF_A_NAMESPACE = 16
 """Requests at once: no service's pods, and no tenant's, can keep all others' from being asked."""
 MOST_BYTES = 64 * 1024
-"""Of an answer. An engine's /info has 2 KB, a router's 300 bytes an engine."""
+"""Of an engine's /info, which has 2 KB."""
+MOST_ENGINES = 256 * 1024
+"""Of a router's /info, which has 400 bytes an engine at most."""
 MOST_METRICS = 256 * 1024
 """Of /metrics. An engine's have 20 KB, and four times as many with the longest name of a model in each line."""
 MOST_HEADERS = 32
@@ -57,6 +60,7 @@ class FactReader:
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
         self._known: dict[str, tuple[float, EngineFacts]] = {}
+        self._words: dict[str, tuple[float, dict[str, Word]]] = {}
         self._slots = asyncio.Semaphore(MOST_AT_ONCE)
         self._tenants: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
@@ -66,11 +70,11 @@ class FactReader:
             await self._session.close()
 
     async def read(self, namespace: str, pods: Iterable[Pod], *, load: bool, patient: bool = False) -> Facts:
-        """Facts of the ready engine pods of one service in `namespace`, and what a ready router says about them.
+        """Facts of the ready engine pods of one service in `namespace`, and what ready routers say about them.
         `load`: queues and KV use too; `patient`: wait for PATIENT_S."""
         ready = [pod for pod in pods if pod.ready and pod.ends is None and _is_of_a_pod(pod.ip)]
         engines = [pod for pod in ready if pod.component not in (Component.ROUTER, Component.STORE)]
-        routers = [pod for pod in ready if pod.component is Component.ROUTER]
+        routers = {pod.revision: pod for pod in reversed(ready) if pod.component is Component.ROUTER}
         if not engines and not routers:
             return Facts()
         if self._session is None:
@@ -78,8 +82,10 @@ class FactReader:
         tenant = self._tenants.setdefault(namespace, asyncio.Semaphore(MOST_OF_A_NAMESPACE))
         turns = asyncio.Semaphore(MOST_OF_A_SERVICE), tenant
         tasks = {pod.name: asyncio.ensure_future(self._engine(pod, turns, load=load)) for pod in engines}
-        router = asyncio.ensure_future(self._routable(routers[0], turns)) if routers else None
-        waiting = [*tasks.values(), *([router] if router else [])]
+        # Of these alone: whatever a router knows besides is kept nowhere.
+        addresses = {pod.ip for pod in engines}
+        asked = {name: asyncio.ensure_future(self._said(pod, turns, addresses)) for name, pod in routers.items()}
+        waiting = [*tasks.values(), *asked.values()]
         done, late = await asyncio.wait(waiting, timeout=PATIENT_S if patient else DEADLINE_S)
         for task in late:
             task.cancel()
@@ -89,12 +95,23 @@ class FactReader:
             for pod in engines
             if (facts := (tasks[pod.name].result() if tasks[pod.name] in done else None) or self._last(pod))
         }
+        said = {
+            revision: words
+            for revision, pod in routers.items()
+            if (words := (asked[revision].result() if asked[revision] in done else None) or self._last_words(pod))
+            is not None
+        }
         self._forget()
-        return Facts(engines=found, routable=router.result() if router in done and router is not None else None)
+        return Facts(engines=found, routers=said)
 
     def _forget(self) -> None:
         limit = asyncio.get_running_loop().time() - SILENT_S
         self._known = {uid: entry for uid, entry in self._known.items() if entry[0] > limit}
+        self._words = {uid: entry for uid, entry in self._words.items() if entry[0] > limit}
+
+    def _last_words(self, pod: Pod) -> dict[str, Word] | None:
+        known = self._words.get(pod.uid)
+        return known[1] if known is not None else None
 
     def _last(self, pod: Pod) -> EngineFacts | None:
         """What a pod has said before, as its layout and transport do not change while it runs. Its load does."""
@@ -127,12 +144,16 @@ class FactReader:
         self._known[pod.uid] = (now, facts)
         return facts
 
-    async def _routable(self, pod: Pod, turns: _Turns) -> dict[str, bool] | None:
+    async def _said(self, pod: Pod, turns: _Turns, addresses: Collection[str]) -> dict[str, Word] | None:
         async with self._turn(turns):
             port = METRICS_PORT if pod.guarded else ROUTER_PORT
-            info = _object(await self._text(f"http://{_host(pod.ip)}:{port}/info", pod), pod)
+            info = _object(await self._text(f"http://{_host(pod.ip)}:{port}/info", pod, MOST_ENGINES), pod)
         engines = (info or {}).get("engines")
-        return routable(one for one in engines if isinstance(one, dict)) if isinstance(engines, list) else None
+        if not isinstance(engines, list):
+            return None
+        found = words((one for one in engines if isinstance(one, dict)), addresses)
+        self._words[pod.uid] = (asyncio.get_running_loop().time(), found)
+        return found
 
     async def _text(self, url: str, pod: Pod, limit: int = MOST_BYTES) -> str | None:
         """The body of an answer; None for whatever else comes."""
@@ -250,14 +271,15 @@ def _load(value: Any) -> float | None:
     return None if value is None else _number(value)
 
 
-def routable(engines: Iterable[Mapping[str, Any]]) -> dict[str, bool]:
-    """Pod address -> whether the router may choose it, from a router's /info."""
+def words(engines: Iterable[Mapping[str, Any]], addresses: Collection[str]) -> dict[str, Word]:
+    """Pod address -> what a router says of it, from its /info; of no others than `addresses`."""
     out = {}
     for engine in engines:
         url = engine.get("url")
         host = url.partition("//")[2].rpartition(":")[0].strip("[]") if isinstance(url, str) else ""
-        if host:
-            out[host] = not engine.get("reason")
+        if host in addresses:
+            refused = Word.OTHER if engine.get("other_tokenizer") is True else Word.NOT_NOW
+            out[host] = refused if engine.get("reason") else Word.TAKEN
     return out
 
 

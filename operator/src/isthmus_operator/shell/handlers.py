@@ -30,7 +30,6 @@ from .start import require_port
 from .watched import PAGE, WATCHED
 from .webhook import Webhook
 
-WEBHOOK_HOST = "0.0.0.0"
 NO_FINALIZER = "no finalizer of ours"
 """Which no object can have: Kubernetes takes no spaces. kopf takes its own off whatever is watched and needs none, and
 by default that is the one of every operator that is made with it."""
@@ -187,7 +186,7 @@ def webhook_server(options: OperatorOptions, serving: Callable[[], object]) -> W
 
     UserError where the certificate cannot be used.
     """
-    return Webhook(WEBHOOK_HOST, options.webhook_port, Certificates(options.webhook_cert_dir), serving)
+    return Webhook(options.webhook_host, options.webhook_port, Certificates(options.webhook_cert_dir), serving)
 
 
 async def be(operator: Operator) -> None:
@@ -217,7 +216,7 @@ async def run(options: OperatorOptions) -> None:
     host = options.metrics_host
     require_port("--metrics-port", host, options.metrics_port)
     require_port("--health-port", host, options.health_port)
-    require_port("--webhook-port", WEBHOOK_HOST, options.webhook_port)
+    require_port("--webhook-port", options.webhook_host, options.webhook_port)
     api = await connect(options.kubeconfig)
     try:
         await be(Operator(api, options))

@@ -52,6 +52,7 @@ class OperatorOptions:
     lease: LeaseSettings | None = None
     defaults: Defaults = field(default_factory=Defaults)
     profile: Profile = PERMISSIVE
+    webhook_host: str = "0.0.0.0"
     webhook_port: int = 0
     webhook_cert_dir: str = ""
     metrics_host: str = "0.0.0.0"
@@ -80,6 +81,7 @@ class Operator:
             defaults=options.defaults,
             metrics=self.metrics,
             profile=options.profile,
+            clock=partial(Api.now, api),
         )
         self.stopping = asyncio.Event()
         self.serving = asyncio.Event()

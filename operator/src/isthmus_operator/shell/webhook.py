@@ -142,7 +142,8 @@ class Webhook:
         handlers = {("POST", PATH): validate}
         async with listening(handlers, self._host, self._port, tls=self._certificates.context, room=ROOM) as port:
             self._serving()
-            yield kopf.WebhookClientConfig(url=f"https://{self._host}:{port}{PATH}")
+            host = f"[{self._host}]" if ":" in self._host else self._host
+            yield kopf.WebhookClientConfig(url=f"https://{host}:{port}{PATH}")
             await asyncio.Event().wait()
 
     async def _body(self, request: web.Request) -> bytes:

@@ -61,6 +61,7 @@ def fetch(
                 listing = _ask_listing(repo, revision, token or None)
                 names = choose_files([*listing.sizes], patterns, source=origin.source)
                 nested = [] if tokenizer_only else [name for name in NESTED if name in listing.sizes]
+                _refuse_large(origin.source, {name: listing.sizes[name] for name in {*names, *nested}})
                 bound.allow(_most_bytes([listing.sizes[name] for name in {*names, *nested}], folder))
                 _download(repo, listing.commit, (*names, *nested), folder, token or None)
             except WeightsError:
@@ -128,6 +129,21 @@ def _ask_listing(repo: str, revision: str, token: str | None) -> _Listing:
     return _Listing(commit, sizes, sha256, blobs)
 
 
+def _refuse_large(source: str, sizes: Mapping[str, int | None]) -> None:
+    """The hub gives no larger files to clients that read them as they are; to ask for them is an error at the end."""
+    for name, size in sizes.items():
+        if (size or 0) > constants.MAX_HTTP_DOWNLOAD_SIZE:
+            raise _too_large(source, f"{name} has {(size or 0) / 1e9:.1f} GB")
+
+
+def _too_large(source: str, what: str) -> WeightsError:
+    return WeightsError(
+        f"{source}: {what}, and a file of more than {constants.MAX_HTTP_DOWNLOAD_SIZE / 1e9:.0f} GB cannot be"
+        " downloaded from a hub here: take a repository whose weights are in smaller files, or put the model in place"
+        " (hostPath, pvc or s3)"
+    )
+
+
 def _most_bytes(sizes: Sequence[int | None], folder: Path) -> int:
     """A mirror may list no sizes; of what is free, others that share the cache have half."""
     unknown = shutil.disk_usage(folder).free // 2 if None in sizes else 0
@@ -137,7 +153,13 @@ def _most_bytes(sizes: Sequence[int | None], folder: Path) -> int:
 def _download(repo: str, commit: str, names: Sequence[str], folder: Path, token: str | None) -> None:
     def one(name: str) -> None:
         # Each by its name, not as a snapshot: that would ask for the listing again, and believe it.
-        hf_hub_download(repo, name, revision=commit, local_dir=folder, token=token)
+        try:
+            hf_hub_download(repo, name, revision=commit, local_dir=folder, token=token)
+        except ValueError as e:
+            if type(e) is not ValueError:
+                raise
+            # So it refuses a size that the listing did not have, with advice about what is turned off here.
+            raise _too_large(f"hf://{repo}", f"the hub's client refuses {name}, most likely for its size") from e
 
     with ThreadPoolExecutor(_AT_ONCE, "download") as pool:
         for done in [pool.submit(one, name) for name in names]:

@@ -43,6 +43,7 @@ from ..structured.grammars import Grammars
 from .pool_plan import plan_pool
 
 if TYPE_CHECKING:
+    from ..transfer.other_ranks import OtherRank
     from .draft_model import Drafts
 
 log = logging.getLogger(__name__)
@@ -70,6 +71,8 @@ class Loaded:
     """Of a draft model."""
     rank_sums: str = ""
     """How its ranks sum; empty: there is one."""
+    other_ranks: Sequence[OtherRank] = ()
+    """What moves the KV of ranks 1 and up, in Direct mode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +218,7 @@ def _load_torch(config: EngineConfig) -> Loaded:
     loaded = load_engine(config)
     model, kv = loaded.model, loaded.plan
     specs = model.layer_specs(config.kv.block_size, config.kv.dtype)
+    ranks = [f"{config.tensor_parallel_size} ranks"] if config.tensor_parallel_size > 1 else []
     digest = layout_digest(
         model_revision=weights_revision(config.model.path),
         dtype=specs[0].dtype,
@@ -223,7 +227,7 @@ def _load_torch(config: EngineConfig) -> Loaded:
         head_dim=model.spec.head_dim,
         num_layers=model.spec.num_layers,
         layout=config.kv.layout,
-        details=[*(repr(spec) for spec in specs), *model.kv_variants],
+        details=[*(repr(spec) for spec in specs), *model.kv_variants, *ranks],
     )
     return Loaded(
         executor=loaded.executor,
@@ -236,6 +240,7 @@ def _load_torch(config: EngineConfig) -> Loaded:
         takes_hits=served.pooling is None or not served.pooling.needs_every_state,
         drafts=drafts,
         rank_sums=loaded.rank_sums,
+        other_ranks=loaded.other_ranks,
     )
 
 
@@ -323,7 +328,8 @@ class _Mover:
             settings = replace(settings, verify_crc=True)
         epoch = uuid.uuid4().hex
         secret = store_secret(settings.store)
-        transfer = make_transfer(settings, epoch=epoch, credentials=credentials, secret=secret)
+        others = loaded.other_ranks
+        transfer = make_transfer(settings, epoch=epoch, credentials=credentials, secret=secret, others=others)
         transfer.prepare(memory, PREPARE_TIMEOUT_S)
         effective = transfer.effective()
         log.info("KV transfer: %s over %s, %.2f GB/s", config.transfer.mode, effective.transport, effective.gbps)
@@ -336,7 +342,14 @@ class _Mover:
 
         def handoff(notify: Callable[[HandoffEvent], None]) -> KvHandoff:
             return TransferAgent(
-                transfer, memory, settings, notify, time.monotonic, epoch=info.epoch, vocab_size=loaded.vocab_size
+                transfer,
+                memory,
+                settings,
+                notify,
+                time.monotonic,
+                epoch=info.epoch,
+                vocab_size=loaded.vocab_size,
+                rank_checksums=[other.checksum for other in others],
             )
 
         return _Mover(info, handoff, pool_name(secret, "fingerprint") if secret else "")

@@ -9,14 +9,16 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -35,6 +37,9 @@ from ..interfaces.transport import KvRegion
 from ..kv.plan import KvPlan
 from ..models.base import check_shards
 from ..models.registry import read_model_spec
+from ..transfer.other_ranks import OtherRank
+from ..transfer.rank_lines import channel
+from ..transfer.rank_mover import RankMover
 from .pool_plan import plan_pool
 
 log = logging.getLogger(__name__)
@@ -42,6 +47,7 @@ log = logging.getLogger(__name__)
 _END_TIMEOUT_S = 30.0
 _MARGIN = 64 << 20
 """One start takes a little more or less than the one before it."""
+_NOT_MOVED = "this rank's KV cannot be moved any more: it ends, and the engine with it"
 _PART = b"part\n"
 """From the first rank: the end has been announced to all, so they end by themselves."""
 
@@ -53,6 +59,8 @@ class _Order:
     config: EngineConfig
     rank: int
     meeting: str
+    mover: int | None = None
+    """The descriptor by which the first rank says what KV it moves; None: it moves none."""
 
 
 _ORDERS = TypeAdapter(_Order)
@@ -68,12 +76,23 @@ class Followers:
         self._on_lost: Callable[[str], None] = _end_process
         self._ending = False
         self._processes: list[subprocess.Popen[bytes]] = []
+        self.movers: list[OtherRank] = []
+        """What moves their KV, in Direct mode."""
         for rank in range(1, config.tensor_parallel_size):
             command = [sys.executable, "-m", "isthmus_runtime", "rank"]
+            order, inherited = _Order(config, rank, self.meeting), []
+            if config.transfer.mode == "direct":
+                ours, theirs = channel()
+                self.movers.append(OtherRank(rank, ours))
+                order, inherited = replace(order, mover=theirs.fileno()), [theirs]
             # A session of its own: Ctrl-C is for the first, which lets requests finish.
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, start_new_session=True, pass_fds=[end.fileno() for end in inherited]
+            )
+            for end in inherited:
+                end.close()
             assert process.stdin is not None
-            process.stdin.write(_ORDERS.dump_json(_Order(config, rank, self.meeting)) + b"\n")
+            process.stdin.write(_ORDERS.dump_json(order) + b"\n")
             process.stdin.flush()
             self._processes.append(process)
             threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
@@ -154,6 +173,8 @@ class LoadedEngine:
     adapters: AdapterHolder | None
     rank_sums: str = ""
     """How its ranks sum (`executor.ranks.Ranks`); empty: there is one."""
+    other_ranks: Sequence[OtherRank] = ()
+    """What moves the KV of the others, in Direct mode."""
 
 
 def load_engine(config: EngineConfig) -> LoadedEngine:
@@ -168,7 +189,7 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     leader, slots = LeadingExecutor(own.executor, ranks.plans, ranks.overdue, patience_s), own.model.adapters
     adapters = None if slots is None else LeadingAdapters(slots, leader)
     executor = RankedExecutor(leader, followers, ranks.give_up)
-    return replace(own, executor=executor, adapters=adapters, rank_sums=ranks.sums)
+    return replace(own, executor=executor, adapters=adapters, rank_sums=ranks.sums, other_ranks=followers.movers)
 
 
 def rank_main() -> int:
@@ -181,6 +202,10 @@ def rank_main() -> int:
         stream=sys.stderr,
     )
     own, ranks = _load_rank(order)
+    mover = None
+    if order.mover is not None:
+        theirs = socket.socket(fileno=order.mover)
+        mover = RankMover(theirs, own.executor.kv_region(), order.config.transfer, partial(_end_process, _NOT_MOVED))
     spare_collector()  # all ranks wait for the one that stands still
     try:
         follow(own.executor, ranks.plans, own.model.adapters)
@@ -188,6 +213,8 @@ def rank_main() -> int:
         if because := ranks.overdue():
             log.critical("%s", because)
         raise
+    if mover is not None:
+        mover.close()
     own.executor.close()
     return 0
 

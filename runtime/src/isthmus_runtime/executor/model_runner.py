@@ -36,6 +36,8 @@ from .staging import StagingSlot
 
 _LOG = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 60.0
+_MARK = 64
+"""Numbers that ranks sum where there is nothing else to wait for each other by."""
 _SLOTS = 2
 """Steps in flight: one runs while the next is built and launched. More would wait behind them all the same."""
 
@@ -73,6 +75,8 @@ class ModelRunner:
         if loaded.pooling is not None:
             size = loaded.spec.hidden_size
             self._pooler = Pooler(loaded.device, loaded.pooling, max_rows=batch.max_rows, hidden_size=size)
+        self._ranks = loaded.shard.collectives
+        self._mark = loaded.device.zeros(_MARK, dtype=loaded.model.dtype).view(1, _MARK)
         self._drawn = loaded.device.zeros(len(batch.slots[0].drawn), dtype=torch.int64)
         self._drawn_ids = loaded.device.zeros(len(batch.slots[0].drawn), dtype=torch.int32)
         self._flat_tokens = batch.tokens.view(-1)
@@ -154,6 +158,10 @@ class ModelRunner:
             layers()
         if inputs.read is not None and len(inputs.read.tokens):
             self._model.finish(inputs.read, self._kv.layers, self._workspace)
+        elif inputs.read is not None and self._ranks is not None:
+            # Nothing after the last layer's keys and values needs the other ranks: the end of this step on the first
+            # shall be theirs, whose keys and values are sent then.
+            self._ranks.sum(self._mark)
         for scored in inputs.scored:
             staged.scores.append(
                 stage_scores(self._device, slot, self._logits, self._batch.tokens, scored, self._model.spec.vocab_size)

@@ -149,16 +149,17 @@ def _text(value: Any, path: str) -> str:
         return value
     if not isinstance(value, list):
         raise InvalidRequest(f"{path}: must be a string or a list of text blocks", param=path)
-    texts = []
-    for i, block in enumerate(value):
-        where = f"{path}[{i}]"
-        if (kind := object_at(block, where).get("type")) != "text":
-            raise InvalidRequest(f"{where}.type: {kind!r} is not supported; only text is", param=f"{where}.type")
-        if not isinstance(block.get("text"), str):
-            raise InvalidRequest(f"{where}.text: must be a string", param=f"{where}.text")
-        fields_at(block, where, (*_BLOCK, "text"), _TEXT_BLOCK)
-        texts.append(block["text"])
-    return "\n".join(texts)
+    return "\n".join(_text_block(block, f"{path}[{i}]") for i, block in enumerate(value))
+
+
+def _text_block(block: Any, path: str) -> str:
+    if (kind := object_at(block, path).get("type")) != "text":
+        raise InvalidRequest(f"{path}.type: {kind!r} is not supported; only text is", param=f"{path}.type")
+    text = block.get("text")
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{path}.text: must be a string", param=f"{path}.text")
+    fields_at(block, path, (*_BLOCK, "text"), _TEXT_BLOCK)
+    return text
 
 
 def _messages(item: Any, path: str, before: int, note: Note) -> list[dict[str, Any]]:
@@ -183,7 +184,7 @@ def _messages(item: Any, path: str, before: int, note: Note) -> list[dict[str, A
         where = f"{path}.content[{i}]"
         kind = object_at(block, where).get("type")
         if kind == "text":
-            texts.append(_text([block], f"{path}.content"))
+            texts.append(_text_block(block, where))
         elif kind == "tool_use" and role == "assistant":
             fields_at(block, where, (*_BLOCK, "id", "name", "input"))
             function = {"name": block.get("name"), "arguments": block.get("input")}
@@ -234,14 +235,14 @@ def _tool(tool: Any, path: str, note: Note) -> dict[str, Any]:
 
 def _choice(choice: dict[str, Any]) -> dict[str, Any]:
     kind = choice.get("type")
+    if kind != "tool" and (not isinstance(kind, str) or kind not in _CHOICES):
+        raise InvalidRequest(f"tool_choice.type: {kind!r} is not supported", param="tool_choice.type")
     fields_at(choice, "tool_choice", ("type", "disable_parallel_tool_use", *(("name",) if kind == "tool" else ())))
     parallel = {"parallel_tool_calls": False} if choice.get("disable_parallel_tool_use") else {}
     if kind == "tool":
         if not isinstance(choice.get("name"), str):
             raise InvalidRequest("tool_choice.name: must be a string", param="tool_choice.name")
         return {"tool_choice": {"type": "function", "function": {"name": choice.get("name")}}, **parallel}
-    if not isinstance(kind, str) or kind not in _CHOICES:
-        raise InvalidRequest(f"tool_choice.type: {kind!r} is not supported", param="tool_choice.type")
     return {"tool_choice": _CHOICES[kind], **parallel}
 
 

@@ -26,6 +26,15 @@ class ReservedBlocks(Wire):
     block_ids: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...]
 
 
+class RankPool(Wire):
+    """Direct: the pool of one of decode's ranks but the first. Its blocks are as far apart as those of the first."""
+
+    session: str = Field(pattern=SESSION)
+    pool_base: _Word
+    mapping: str = Field(default="", pattern=MAPPING)
+    """As `Ticket.mapping`."""
+
+
 class Ticket(Wire):
     """What decode tells prefill, through the router, so that prefill can send. Opaque to the router."""
 
@@ -59,11 +68,15 @@ class Ticket(Wire):
     is not written: engines and routers of an older version refuse a field that they do not know, and the signature is
     of what is written."""
 
+    ranks: Annotated[tuple[RankPool, ...], Field(max_length=63)] = ()
+    """Direct: the pools of decode's other ranks, by rank; `blocks` are those of all. Not written where there is one."""
+
     @model_serializer(mode="wrap")
     def _known_to_older(self, write: SerializerFunctionWrapHandler) -> dict[str, object]:
         written: dict[str, object] = write(self)
-        if not self.mapping:
-            written.pop("mapping", None)
+        for name in ("mapping", "ranks"):
+            if not getattr(self, name):
+                written.pop(name, None)
         return written
 
 

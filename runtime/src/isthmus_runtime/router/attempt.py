@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from urllib.parse import urlsplit
 
-from ..errors import Cancelled, DeadlineExceeded, EngineFailed, Overloaded, RequestError
+from ..errors import Cancelled, DeadlineExceeded, EngineFailed, Overloaded, RequestError, UnknownModel
 from ..interfaces.backend import Take
 from ..metrics import RouterMetrics
 from ..protocol.calls import CommitCall
@@ -155,7 +155,7 @@ class Attempt:
         """What `first` raises for an error of decode. Made here: a frame of it that has it would hold all of this until
         the collector comes by."""
         located = error.located("decode", self._attempt)
-        elsewhere = isinstance(error, EngineFailed | Overloaded)
+        elsewhere = isinstance(error, EngineFailed | Overloaded | UnknownModel)
         return TryElsewhere(located, self._decode.url) if elsewhere else located
 
     async def next(self) -> TokenChunk:
@@ -280,8 +280,8 @@ class Attempt:
         except RequestError as failure:
             error = failure.located("prefill", self._attempt)
             self._count("prefill", error)
-            elsewhere = isinstance(error, EngineFailed | Overloaded) and not self._delivered
-            if elsewhere and self._other_prefill(prefill.url):
+            other = isinstance(error, EngineFailed | Overloaded) and self._other_prefill(prefill.url)
+            if not self._delivered and (other or isinstance(error, UnknownModel)):
                 self._decode.interrupt(TryElsewhere(error, prefill.url))
                 return
             await prefill.reserved()  # decode would not know what the word is about

@@ -147,11 +147,11 @@ class EnginePool:
             self._forget(engine)
             self._rebuild()
 
-    async def ask_again(self) -> None:
-        """Probe every engine, since what they have was changed; returns when that is known here, or after as long as a
-        probe may take."""
+    async def ask_again(self, url: str = "") -> None:
+        """Probe every engine, or that one, since what they have was changed; returns when that is known here, or after
+        as long as a probe may take."""
         # One that has begun may have been answered before the change.
-        wanted = [(engine, engine.probes + 1) for engine in self._engines.values()]
+        wanted = [(engine, engine.probes + 1) for engine in self._engines.values() if url in ("", engine.url)]
         for engine, _ in wanted:
             engine.wake.set()
         with suppress(TimeoutError):
@@ -170,6 +170,7 @@ class EnginePool:
                 reason=e.problem,
                 requests=len(e.holds),
                 fingerprint=e.info.fingerprint if e.info else "",
+                other_tokenizer=self._vocabulary != "" and e.tells_another(self._vocabulary),
             )
             for e in self._engines.values()
         ]
@@ -305,7 +306,7 @@ class EnginePool:
         own = self._vocabulary
         if not own or engine.tells(own):
             return ""
-        if engine.info is not None and engine.info.vocabulary:
+        if engine.tells_another(own):
             return "its model has another tokenizer than this router's: ids would be other words there"
         others = (one for one in self._engines.values() if one.listed and one.role == engine.role)
         if any(one.has_served and one.tells(own) for one in others):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from os import urandom
 from types import MappingProxyType
 
 from ..config import RouterConfig
-from ..errors import InvalidRequest, NeverFits, Overloaded, RequestError
+from ..errors import InvalidRequest, NeverFits, Overloaded, RequestError, UnknownModel
 from ..interfaces.backend import Take
 from ..metrics import RouterMetrics
 from ..protocol.request import may_begin_early, request_parts
@@ -225,6 +227,9 @@ class RouterBackend:
                 facts = self._facts(request, excluded, hashes)
                 choice = choose(self._rules, self._pool.fleet, self._pool.loads, facts)
                 if isinstance(choice, Refusal):
+                    if choice is Refusal.NO_ADAPTER and (now := self._as_named_now(request)) is not request:
+                        request, hashes = now, await self._hashed_anew(now)
+                        continue
                     if failed is None and await self._changes(patience):
                         continue
                     self._refuse(choice.value)
@@ -246,7 +251,7 @@ class RouterBackend:
                     deadline=deadline,
                     pool=self._pool,
                     links=self._links,
-                    other_prefill=(lambda url: self._could_pair(request, url)) if failed is None else lambda _: False,
+                    other_prefill=partial(self._could_pair, request) if failed is None else lambda _: False,
                     metrics=self._metrics,
                     early=self._begins_early(request, choice, facts),
                 )
@@ -259,6 +264,12 @@ class RouterBackend:
                     return attempt, chunk
                 except TryElsewhere as e:
                     attempt.close()
+                    if isinstance(e.error, UnknownModel):
+                        if not await self._has_changed(request, e.url):
+                            raise e.error from e
+                        request = self._as_named_now(request)
+                        hashes = await self._hashed_anew(request)
+                        continue
                     if attempt.unsent and failed is None and loop.time() < patience:
                         continue  # the pool has taken it out, until it answers a probe
                     if failed is not None:
@@ -272,6 +283,23 @@ class RouterBackend:
                     raise
         finally:
             failed = None  # its traceback has this frame, which has the request
+
+    def _as_named_now(self, request: GenerateRequest) -> GenerateRequest:
+        """The request with the adapter that its name stands for by now: it may have another content than when the
+        request was planned."""
+        now = None if request.adapter is None else self._pool.adapters.get(request.adapter.name)
+        return request if now in (None, request.adapter) else replace(request, adapter=now)
+
+    async def _has_changed(self, request: GenerateRequest, url: str) -> bool:
+        """Whether the engine, which has refused the request for its adapter, had been given another content of that
+        name since it told what it has, and the name stands for one still."""
+        wanted = request.adapter
+        if wanted is None:
+            return False
+        await self._pool.ask_again(url)
+        fleet = self._pool.fleet
+        told = {digest for e in (*fleet.prefill, *fleet.decode) if e.url == url for digest in e.adapters}
+        return wanted.digest not in told and wanted.name in self._pool.adapters
 
     def _refused(self, refusal: Refusal, facts: Facts) -> RequestError:
         if refusal is Refusal.LONG_PROMPT:
@@ -317,6 +345,11 @@ class RouterBackend:
         facts = self._facts(request, frozenset((without,)))
         choice = choose(self._rules, self._pool.fleet, self._pool.loads, facts)
         return isinstance(choice, Choice) and choice.prefill is not None
+
+    async def _hashed_anew(self, request: GenerateRequest) -> Mapping[int, Sequence[int]]:
+        """The same, with another adapter than before."""
+        self._hashed.pop(request.prompt_group, None)
+        return {} if self._prefixes is None else await self._hashes(request)
 
     async def _hashes(self, request: GenerateRequest) -> Mapping[int, Sequence[int]]:
         """The prompt's block hashes by block size, for the policies that ask for them; once for all its choices."""

@@ -25,6 +25,8 @@ class EngineStatus:
     reason: str
     requests: int
     fingerprint: str
+    other_tokenizer: bool
+    """It takes no requests for as long as this router and it run: its model has another tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,10 @@ class RemoteEngine:
     def tells(self, vocabulary: str) -> bool:
         """Whether it has said that its model's tokenizer is the one of this digest."""
         return self.info is not None and vocabulary in (self.info.vocabulary, self.info.tokenizer)
+
+    def tells_another(self, vocabulary: str) -> bool:
+        """Whether it has said that its model's tokenizer is another than the one of this digest."""
+        return self.info is not None and self.info.vocabulary != "" and not self.tells(vocabulary)
 
     def has_answered(self, number: int) -> bool:
         """Whether the probe of that number, counted from 1, has ended, or a later one."""

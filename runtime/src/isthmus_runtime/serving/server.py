@@ -252,6 +252,8 @@ def _bind(host: str, port: int, flag: str = "--port") -> socket.socket:
             found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             # Accepted connections inherit it: one that vanished without a word is found out.
             found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            if family == socket.AF_INET6:  # by `::` all addresses, whatever this system's default is
+                found.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             found.bind(address)
         except OSError:
             found.close()

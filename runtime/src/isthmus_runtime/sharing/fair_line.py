@@ -8,6 +8,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+MOST_REMEMBERED = 1024
+"""Clients whose time is remembered: those that have taken most, as one may come by as many addresses as it has."""
 _LOOK_S = 0.1
 """Between two times that a thread asks whether it is still waited for."""
 
@@ -15,7 +17,8 @@ _LOOK_S = 0.1
 class FairLine:
     """One thread at a time, by start-time fair queueing (Goyal, Vin and Cheng 1996): a client's work begins where its
     last one ended, or where the one that is served did, whichever is later; the earliest is next. So whose works take
-    least go first, and nobody has credit for a time without any."""
+    least go first, and nobody has credit for a time without any. Nor is what was taken while nobody waited held against
+    anybody: where the line is empty, it begins anew."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -47,6 +50,8 @@ class FairLine:
         finally:
             with self._changed:
                 self._ended[who] = start + self._clock() - begun
+                if len(self._ended) > MOST_REMEMBERED:
+                    del self._ended[min(self._ended, key=self._ended.__getitem__)]
                 self._has = None
                 self._next()
 
@@ -54,7 +59,9 @@ class FairLine:
         return max(self._now, self._ended.get(who, 0.0))
 
     def _next(self) -> None:
-        if self._has is None and self._waiting:
+        if self._has is not None:
+            return
+        if self._waiting:
             who = min(self._waiting, key=self._start)
             self._now = self._start(who)
             self._ended = {name: end for name, end in self._ended.items() if end > self._now}
@@ -63,6 +70,8 @@ class FairLine:
             if mine:
                 self._waiting[who] = mine  # behind all others
             self._changed.notify_all()
+        else:
+            self._now, self._ended = 0.0, {}
 
     def _leave(self, who: str, me: object) -> None:
         if self._has is me:

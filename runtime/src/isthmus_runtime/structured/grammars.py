@@ -20,6 +20,7 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from ..errors import ConfigError, Overloaded
 from ..request import Structure
 from .allocated import memory_in_use
+from .as_written import as_written
 from .compiled import Compiled, check_size, memory_of, states_of
 from .guide import Guide, Place
 from .shares import Held, giving_way
@@ -63,7 +64,7 @@ class Grammars:
         try:
             tokenizer = json.loads(tokenizer_json)
             self._special = SpecialTokens(tokenizer)
-            apart = json.dumps(self._special.apart(tokenizer))
+            apart = json.dumps(as_written(self._special.apart(tokenizer)))
             del tokenizer  # many times as large
             self._tokenizer = LLTokenizer(apart, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
         except ValueError as e:

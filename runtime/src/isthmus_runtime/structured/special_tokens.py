@@ -15,6 +15,8 @@ from typing import Any
 
 from tokenizers.pre_tokenizers import ByteLevel
 
+from .as_written import is_byte_level
+
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 """A token for what no other has; the model's algorithm knows it by this name."""
 _LETTERS = frozenset(letter for letter in ByteLevel.alphabet() if not letter.isascii())
@@ -50,9 +52,9 @@ class SpecialTokens:
             token["special"] = bool(token.get("special")) or token["content"] in names  # by its old name it was
         return renamed(tokenizer, names)
 
-    def _other_bytes(self, tokenizer: Mapping[str, Any]) -> set[str]:
+    def _other_bytes(self, tokenizer: dict[str, Any]) -> set[str]:
         """Words that were added (`größer`) and are found in texts, but decoded as other bytes than theirs."""
-        if not isinstance(tokenizer["model"].get("vocab"), dict) or not _is_byte_level(tokenizer):
+        if not isinstance(tokenizer["model"].get("vocab"), dict) or not is_byte_level(tokenizer):
             return set()
         added = {token["content"] for token in tokenizer.get("added_tokens") or ()}
         return {word for word in added - self._ids.keys() if not _LETTERS.isdisjoint(word)}
@@ -86,16 +88,6 @@ def _is_special(token: Mapping[str, Any]) -> bool:
     if _BYTE.fullmatch(text):
         return False
     return bool(token.get("special")) or (text.startswith("<") and text.endswith(">"))
-
-
-def _is_byte_level(tokenizer: Mapping[str, Any]) -> bool:
-    found = [tokenizer.get("decoder"), tokenizer.get("pre_tokenizer")]
-    for part in found:
-        if isinstance(part, Mapping):
-            if part.get("type") == "ByteLevel":
-                return True
-            found += [*part.get("decoders", ()), *part.get("pretokenizers", ())]
-    return False
 
 
 def renamed(tokenizer: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

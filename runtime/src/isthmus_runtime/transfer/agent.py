@@ -31,7 +31,7 @@ from ..protocol.ticket import Ticket
 from . import leg as lg
 from .attempts import Ended, Receiving, Sending, ticket_problem
 from .backend import TransferBackend
-from .checksums import Checksums
+from .checksums import AskRank, Checksums
 from .record import pack_record
 
 _Attempt = Sending | Receiving
@@ -62,9 +62,10 @@ class TransferAgent:
         *,
         epoch: str = "",
         vocab_size: int = 0,
+        rank_checksums: Sequence[AskRank] = (),
     ) -> None:
         """`epoch`: of this process, as peers know it from `/info`. `vocab_size`: a record with other ids is refused; 0:
-        unknown."""
+        unknown. `rank_checksums`: of the other ranks, which have parts of each block."""
         self._backend = backend
         self._region = region
         self._cfg = cfg
@@ -78,7 +79,9 @@ class TransferAgent:
         self._attempts: dict[str, _Attempt] = {}
         self._ended = Ended()
         self._counts = {"sent": 0, "received": 0, "failed": 0, "dropped": 0, "sent_bytes": 0}
-        self._checksums = Checksums(region) if cfg.verify_crc and not backend.seals_blocks else None
+        self._checksums: Checksums | None = None
+        if cfg.verify_crc and not backend.seals_blocks:
+            self._checksums = Checksums(region, rank_checksums)
 
     # ------------------------------------------------------------------------------------------------ engine's calls
 

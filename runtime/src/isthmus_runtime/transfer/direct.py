@@ -19,15 +19,18 @@ from ..credentials import Credentials
 from ..errors import ConfigError
 from ..interfaces.handoff import ReceiveJob
 from ..interfaces.transport import CLOSE_S, Done, KvRegion, Piece, TransferResult
-from ..protocol.ticket import Ticket
+from ..protocol.ticket import RankPool, Ticket
 from .backend import Effective
 from .bounded import TookTooLong, run_bounded
 from .drain import Answer, host_of
 from .greeting import Greeter
 from .native_engine import NativeEngine, start_engine
+from .other_ranks import Joined, OtherRank, ask_all
 from .peer_memory import batches
 from .peers import Peers, peer_of
 from .places import reserved
+from .rank_lines import Answer as RankAnswer
+from .rank_lines import Part, relative
 from .slots import SLOT_BYTES, RecordSlots
 from .sockets import end_connections_from
 from .tickets import TicketSigner, claim
@@ -44,7 +47,8 @@ class DirectTransfer:
     """Implements `TransferBackend` over TransferEngine with P2PHANDSHAKE.
 
     `host`: the address peers reach this at. `epoch`: of this process, never that of an earlier one.
-    `credentials`: shown to peers that are asked for a drain.
+    `credentials`: shown to peers that are asked for a drain. `others`: the other ranks of a tensor-parallel engine,
+    whose pools have the same blocks: each moves its part of them.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class DirectTransfer:
         fallback: str = "deny",
         timeout_s: float = 30.0,
         credentials: Credentials | None = None,
+        others: Sequence[OtherRank] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         assert epoch, "a direct transfer needs the epoch of its process"
@@ -72,6 +77,9 @@ class DirectTransfer:
         self._greeter: Greeter | None = None
         self._peers = Peers(clock, credentials)
         self._writes = Writes(self._peers, clock)
+        self._others = tuple(others)
+        self._pools: tuple[RankPool, ...] = ()
+        """Of the other ranks."""
         self._native: NativeEngine | None = None
         self._region: KvRegion | None = None
 
@@ -109,8 +117,19 @@ class DirectTransfer:
                 "check that --transfer-host is an address of this machine"
             ) from error
         self._native, self._region = native, region
+        self._pools = tuple(self._pool_of(other, native, timeout_s) for other in self._others)
         self._greeter = Greeter(self._host, self._epoch, self._claim_problem)
         self._writes.start(native.engine, native.memory)
+
+    @staticmethod
+    def _pool_of(other: OtherRank, native: NativeEngine, timeout_s: float) -> RankPool:
+        told, own = other.prepared(timeout_s), native.effective.transport
+        if told.transport != own:
+            raise ConfigError(
+                f"--transfer-transport auto: rank {other.rank} would move KV over {told.transport}, rank 0 over {own}; "
+                "name the transport"
+            )
+        return told.pool
 
     # ------------------------------------------------------------------------------------------------------ receiving
 
@@ -134,6 +153,7 @@ class DirectTransfer:
             record_address=address,
             record_capacity=SLOT_BYTES,
             mapping="" if self._native.memory is None else self._native.memory.offer,
+            ranks=self._pools,
         )
         return self._signer.sign(ticket, job.deadline_s)
 
@@ -163,6 +183,8 @@ class DirectTransfer:
     def expect(self, ticket: Ticket) -> None:
         self._peers.expect(ticket.attempt)
         self._peers.greet(peer_of(ticket), claim(ticket), ticket.attempt)
+        for other, pool in zip(self._others, ticket.ranks, strict=False):
+            other.expect(_part(ticket, pool))
 
     def write(
         self,
@@ -182,7 +204,14 @@ class DirectTransfer:
                 f"decode {'takes' if ticket.mapping else 'does not take'} KV over NVLink, and this prefill sends it "
                 f"over {transport}; give both the same --transfer-transport"
             )
+        if len(ticket.ranks) != len(self._others):
+            raise ValueError(
+                f"decode has {1 + len(ticket.ranks)} ranks, this prefill {1 + len(self._others)}; give both the same "
+                "--tensor-parallel-size"
+            )
         runs = merge_runs(pieces, self._region, MAX_RUN_BYTES[transport])
+        others = self._others if runs else ()
+        joined = Joined(1 + len(others), done)
         slot = None if record is None else self._stage(record)
         op = Write(
             attempt=attempt,
@@ -192,12 +221,15 @@ class DirectTransfer:
             mapping=ticket.mapping,
             base=ticket.pool_base,
             record=None if slot is None or record is None else Run(slot, ticket.record_address, len(record)),
-            done=done,
+            done=joined.ended,
             over=partial(self._give, slot),
             timeout_s=timeout_s,
             deadline=self._clock() + timeout_s,
         )
         self._writes.submit(op)
+        moved = relative(runs, self._region.base, ticket.pool_base) if others else ()
+        for other, pool in zip(others, ticket.ranks, strict=False):  # none writes a record
+            other.write(_part(ticket, pool, moved, timeout_s), joined.ended)
 
     def _stage(self, record: bytes) -> int:
         with self._lock:
@@ -214,10 +246,18 @@ class DirectTransfer:
 
     def cancel(self, attempt: str) -> None:
         self._writes.cancel(attempt)
+        for other in self._others:
+            other.cancel(attempt)
 
     def drained(self, attempt: str, peer_url: str, peer_epoch: str, done: Callable[[bool], None]) -> None:
         def look() -> None:
-            moving = self._writes.moving(attempt)
+            if self._writes.moving(attempt):
+                done(False)
+            else:
+                ask_all(self._others, lambda other, then: other.moving(attempt, then), looked)
+
+        def looked(ranks: Sequence[RankAnswer]) -> None:
+            moving = any(rank.moving for rank in ranks)
             if moving or not peer_url:
                 done(not moving)
             else:
@@ -227,7 +267,14 @@ class DirectTransfer:
             host = host_of(peer_url)
             if answer is Answer.GONE and host != self._host and self._native is not None:
                 end_connections_from(host, self._native.ports)
-            if answer:
+                ask_all(self._others, lambda other, then: other.hang_up(host, then), hung_up)
+            elif answer:
+                hung_up(())
+            else:
+                done(False)
+
+        def hung_up(ranks: Sequence[RankAnswer]) -> None:
+            if all(rank.ok for rank in ranks):
                 self._writes.call(partial(done, True), GRACE_S)
             else:
                 done(False)
@@ -237,6 +284,8 @@ class DirectTransfer:
     def forget(self, attempt: str) -> None:
         self._writes.forget(attempt)
         self._peers.forget(attempt)
+        for other in self._others:
+            other.forget(attempt)
         with self._lock:
             address = self._reserved.pop(attempt, None)
             if address is not None:
@@ -251,8 +300,27 @@ class DirectTransfer:
             ended = False
         if self._greeter is not None:
             self._greeter.close()
+        for other in self._others:
+            if not other.close(max(0.0, ends_at - time.monotonic())):
+                _log.warning("rank %d has not said that nothing of its KV moves", other.rank)
         if not ended:
             _log.warning("transfers have not ended within %g s; their memory stays registered", timeout_s)
         elif self._native is not None and self._region is not None:
             self._native.release(self._region.base, self._slots.base)
             self._native = None
+
+
+def _part(ticket: Ticket, pool: RankPool, runs: tuple[tuple[int, int, int], ...] = (), timeout_s: float = 0.0) -> Part:
+    """What the rank writes whose counterpart has that pool."""
+    peer = peer_of(ticket)
+    return Part(
+        attempt=ticket.attempt,
+        session=pool.session,
+        greeting=peer.greeting,
+        epoch=peer.epoch,
+        claim=claim(ticket).decode(),
+        mapping=pool.mapping,
+        base=pool.pool_base,
+        runs=runs,
+        timeout_s=timeout_s,
+    )

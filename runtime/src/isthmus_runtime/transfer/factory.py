@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..config import StoreConfig, TransferConfig
@@ -11,6 +12,7 @@ from ..kv.keys import pool_secret
 from ..own_namespace import absolute_address
 from .backend import TransferBackend
 from .memory import MemoryFabric
+from .other_ranks import OtherRank
 
 SECRET_BYTES = 16
 """Fewer could be found by trying."""
@@ -22,6 +24,7 @@ def make_transfer(
     epoch: str = "",
     credentials: Credentials | None = None,
     secret: bytes = b"",
+    others: Sequence[OtherRank] = (),
     fabric: MemoryFabric | None = None,
     name: str = "",
 ) -> TransferBackend:
@@ -31,6 +34,7 @@ def make_transfer(
         epoch: of this process; peers know it from `/info` and from tickets.
         credentials: shown to peers.
         secret: of the service, from `store_secret`: mode `store` salts its names and seals its values with it.
+        others: of a tensor-parallel engine, which mode `direct` alone has.
         fabric, name: for mode `memory`: the network to join, and as whom.
 
     Raises:
@@ -46,7 +50,9 @@ def make_transfer(
             fallback=cfg.fallback,
             timeout_s=cfg.timeout_s,
             credentials=credentials,
+            others=others,
         )
+    assert not others, f"--transfer-mode {cfg.mode} is refused with several ranks"
     if cfg.mode == "store":
         from .store import StoreTransfer
 

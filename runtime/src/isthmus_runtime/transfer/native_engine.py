@@ -75,11 +75,12 @@ def start_engine(
     )
     if transport != "nvlink":
         check_memory("direct", region.device, built_for_cpus=built_for_cpus())
+    # Some of it is read as soon as the library is loaded.
+    apply_native_environment(transport_environment(transport, host, timeout_s))
     try:
         import mooncake.engine as mooncake
     except ImportError as error:
         raise ConfigError(f"--transfer-mode direct: Mooncake cannot be loaded ({error}); {INSTALL_HINT}") from error
-    apply_native_environment(transport_environment(transport, timeout_s))
     engine = mooncake.TransferEngine()
     code = engine.initialize(host, "P2PHANDSHAKE", protocol, ",".join(rdma) if transport == "rdma" else "")
     if code != 0:

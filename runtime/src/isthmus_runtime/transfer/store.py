@@ -86,7 +86,7 @@ class StoreTransfer:
     def prepare(self, region: KvRegion, timeout_s: float) -> None:
         """See `KvTransfer`; also puts values into the pool and reads them back."""
         check_memory("store", region.device, built_for_cpus=built_for_cpus())
-        apply_native_environment(transport_environment("tcp", self._timeout_s))
+        apply_native_environment(transport_environment("tcp", self._host, self._timeout_s))
         regions = {
             "the KV pool": (region.base, region.num_blocks * region.block_stride),
             "records": (self._jobs.slots.base, self._jobs.slots.nbytes),

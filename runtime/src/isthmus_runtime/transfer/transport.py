@@ -102,8 +102,8 @@ def check_memory(mode: str, device: str, *, built_for_cpus: bool) -> None:
         )
 
 
-def transport_environment(transport: str, timeout_s: float) -> dict[str, str]:
-    """Mooncake's settings, which it reads from the environment when an engine starts."""
+def transport_environment(transport: str, host: str, timeout_s: float) -> dict[str, str]:
+    """Mooncake's settings, which it reads from the environment when an engine starts at `host`."""
     seconds = str(max(1, round(timeout_s)))
     env = {
         # Defaults of 1024 make a large prompt fail after partial writes, and can leave the peer unusable.
@@ -120,6 +120,8 @@ def transport_environment(transport: str, timeout_s: float) -> dict[str, str]:
         "MC_TCP_STATUS_TIMEOUT_SEC": seconds,
         "MC_LOG_LEVEL": "ERROR",
     }
+    if ":" in host:
+        env["MC_USE_IPV6"] = "1"  # else it listens on addresses of IPv4 alone
     if transport != "rdma":
         # Without it an engine on a host with RDMA cards takes those, whatever protocol it is given.
         env["MC_FORCE_TCP"] = "1"
