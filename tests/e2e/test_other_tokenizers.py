@@ -69,8 +69,10 @@ def test_a_router_is_answered_by_engines_of_its_own_model(tmp_path: Path, policy
         assert not set(said["old"]) & set(said["new"])
         for name, url in routers.items():
             assert [answer(url, prompt) for prompt in prompts] == said[name]
-        reasons = {name: [one["reason"] for one in get_json(f"{url}/info")["engines"]] for name, url in routers.items()}
-        assert all(sum("another tokenizer" in reason for reason in found) == 1 for found in reasons.values())
+        for name, url in routers.items():
+            others = {one["url"] for one in get_json(f"{url}/info")["engines"] if "another tokenizer" in one["reason"]}
+            told = {one["url"] for one in get_json(f"{url}/info")["engines"] if one["other_tokenizer"]}
+            assert told == others == {f"http://{engine}" for of, engine in engines.items() if of != name}
         stop["old"]()
         assert answer(routers["old"], prompts[0])[0] in (502, 503), "the new engine has no answer for it"
         assert [answer(routers["new"], prompt) for prompt in prompts] == said["new"]

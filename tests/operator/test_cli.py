@@ -191,6 +191,25 @@ def test_a_run_folder_that_is_a_file_is_named(tmp_path: Path, capsys: pytest.Cap
     assert error.startswith("isthmus up: ") and str(there) in error and error.count("\n") == 1
 
 
+def test_a_run_folder_that_is_full_is_named(tmp_path: Path) -> None:
+    """By a limit on the size of files, of which a write says as little as on a full disk."""
+    (model := tmp_path / "model").mkdir()
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        port = holder.getsockname()[1]
+    options = ["--model", str(model), "--run-dir", str(tmp_path / "run"), "--port", str(port)]
+    program = [sys.executable, "-m", "isthmus_operator", "up", str(DIRECT), *options]
+    done = subprocess.run(
+        ["bash", "-c", 'ulimit -f 0; exec "$@"', "-", *program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1, done
+    assert f"run folder {tmp_path / 'run'}: File too large" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_what_ends_the_operator_has_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def times_out(arguments: argparse.Namespace) -> int:
         raise TimeoutError

@@ -7,7 +7,22 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rollout_world import D, P, W, assert_done, counts, pairs, pods, ready, run, service, settled
+from rollout_world import (
+    D,
+    P,
+    W,
+    assert_done,
+    counts,
+    pairs,
+    pods,
+    ready,
+    revisions,
+    run,
+    service,
+    settled,
+    step,
+    with_pods,
+)
 
 from isthmus_operator.api.v1alpha1 import InferenceService
 from isthmus_operator.plan.observed import Observed, Pod, Workload
@@ -400,3 +415,16 @@ def test_from_any_state_and_any_edits_the_goal_is_reached_within_the_bounds(
 def ready_kept(seen: Observed, component: Component) -> int:
     """Ready pods that stay when controllers act on the replicas as they are."""
     return sum(w.ready for w in seen.of(component))
+
+
+def test_a_new_pod_that_stops_and_holds_a_place_is_what_is_waited_for() -> None:
+    """Its node drains, or is lost."""
+    rollout = {"maxSurge": 1, "maxUnavailable": 0}
+    world = settled(service(1, p=2, d=2, rollout=rollout))
+    new = service(2, p=2, d=2, rollout=rollout)
+    fresh = revisions(new)[D]
+    while not any(w.ready for w in world.seen.of(D) if w.revision == fresh):
+        step(new, world)
+    with_pods(world, lambda pod: pod.revision == fresh, ready=False, ends=world.now + 900)
+    waits = step(new, world, 3).waits
+    assert any(wait.startswith("decode: ") and "stopping" in wait for wait in waits), waits

@@ -480,6 +480,24 @@ def test_what_changes_while_there_should_be_no_engines_does_not_fail(back: str) 
     assert life.answered and life.ready(R) == {("b", False)}
 
 
+@pytest.mark.parametrize("replicas", [0, 2])
+def test_a_pause_holds_routers_also_while_there_are_no_engines(replicas: int) -> None:
+    life = Life(Asked(rollout=tuple(SURGES[0].items())))
+    life.edit(replicas=0)
+    life.go(20)
+    before = life.world.seen.routers
+    life.edit(model="b", paused=True)
+    life.go(20)
+    assert life.world.seen.routers == before
+    life.edit(replicas=replicas)
+    life.go(20)
+    assert life.world.seen.routers == before
+    assert life.answered is (replicas > 0), "what is paused serves"
+    life.edit(replicas=2, paused=False)
+    life.go(80)
+    assert_done(life.asked.spec, life.world)
+
+
 @pytest.mark.parametrize("strategy", ["Recreate", "Coordinated"])
 @pytest.mark.parametrize("apart", [True, False])
 def test_a_rollback_goes_to_a_mode_that_had_routers(apart: bool, strategy: str) -> None:

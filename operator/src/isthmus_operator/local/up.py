@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import errno
 import json
 import re
 import shutil
@@ -16,7 +17,7 @@ from typing import Any, TextIO
 
 from ..api.rules import without_effect
 from ..api.v1alpha1 import InferenceService, parse
-from ..errors import UserError
+from ..errors import LaunchError, UserError
 from ..files import Documents
 from ..render import adapters
 from ..render.names import ROUTER_PORT, Component, Defaults
@@ -30,6 +31,7 @@ from .pods import Pod, translate
 from .supervisor import Launch, Supervisor
 
 _RUNTIME = "isthmus-runtime"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+(@[\w./-]+)?$")
 
 
@@ -85,7 +87,13 @@ def up(documents: Documents, options: Options, out: TextIO) -> int:
     async def main() -> int:
         return await Supervisor(launch).run()
 
-    return asyncio.run(main())
+    try:
+        return asyncio.run(main())
+    except OSError as error:
+        if error.filename is not None or error.errno not in _FULL:
+            raise
+        # A write names no file.
+        raise LaunchError(f"run folder {run_dir}: {error.strerror}; --run-dir names another") from error
 
 
 def made_objects(service: InferenceService, manifests: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:

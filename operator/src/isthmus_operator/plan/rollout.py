@@ -375,9 +375,9 @@ def _wait(role: _Role, cap: int, target: int, total: int, now: float) -> list[st
         return [f"{name}: {worst.name} is not ready: {worst.problem or 'starting'}"]
     if role.new is not None and role.new.problem:
         return [f"{name}: {role.new.problem}"]
-    stopping = sum(lingering(w.pods, now) for w in role.old)
+    stopping = sum(lingering(w.pods, now) for w in (*role.old, *([role.new] if role.new else [])))
     if stopping and target < cap:
-        return [f"{name}: {stopping} old pods finish their work before new ones take their place"]
+        return [f"{name}: {stopping} stopping pods finish their work before new ones take their place"]
     if role.rolling and target >= cap and target == role.ready_new:
         return [f"{name}: {role.ready_new} of {role.goal.count} changed, waits for the other role"]
     return []

@@ -78,8 +78,9 @@ def next_step(
     pairs = all(engines.component is not Component.WORKER for engines in new)
     # New engines answer, of few roles or few as they are, and those that routers are of do not.
     alone = not has_engines(service, best, seen, now) and _answer(service, pairs, new, now)
-    # Engines that have all changed leave others nothing to do: the step is over when routers of theirs serve.
-    if service.spec.rollout.paused and (rolling or fit(service, best)):
+    # Engines that have all changed leave others nothing to do: the step is over when routers of theirs serve. Where
+    # there are none, not even that is so.
+    if service.spec.rollout.paused and (rolling or fit(service, best) or not new):
         lost = has_engines(service, best, seen, now) and any(
             w.replicas and not has_engines(service, w, seen, now) for w in seen.routers
         )

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import time
 from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 from urllib.request import getproxies
@@ -24,6 +27,10 @@ from .answers import Reader
 
 REQUEST_TIMEOUT_S = 15.0
 SERVED_S = 3.0
+SKEW_S = 5.0
+"""Clocks that differ by less agree: a Date has whole seconds, and an answer takes a while."""
+
+_log = logging.getLogger(__name__)
 
 PLURALS = {
     "ConfigMap": "configmaps",
@@ -111,6 +118,23 @@ class Api:
         self._client = DynamicClient(client)
         self._served: dict[str, tuple[float, frozenset[str]]] = {}
         self._asking = asyncio.Lock()
+        self._ahead = 0.0
+
+    def now(self) -> float:
+        """Seconds since the epoch by the API server's clock, as of its last answer. Times of objects are by it: to
+        a clock that is ahead every pod would be late."""
+        return time.time() - self._ahead
+
+    def _set_clock(self, date: str) -> None:
+        """`date`: as an answer names it; what is none changes nothing."""
+        try:
+            ahead = time.time() - parsedate_to_datetime(date).timestamp()
+        except ValueError:
+            return
+        ahead = ahead if abs(ahead) >= SKEW_S else 0.0
+        if (ahead == 0.0) is not (self._ahead == 0.0):
+            _log.warning("this machine's clock is %.0f s ahead of the API server's, whose is used", ahead)
+        self._ahead = ahead
 
     async def close(self) -> None:
         """Close the connection; idempotent."""
@@ -238,6 +262,7 @@ class Api:
                 serialize=False,
                 _request_timeout=REQUEST_TIMEOUT_S,
             )
+            self._set_clock(answer.headers.get("Date", ""))
             found: dict[str, Any] = await self.reader.read(answer.content)
         except ApiException as error:
             why = f"{method} {path}: HTTP {error.status}: {_message(error.body)}"

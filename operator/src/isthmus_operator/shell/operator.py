@@ -81,6 +81,7 @@ class Operator:
             defaults=options.defaults,
             metrics=self.metrics,
             profile=options.profile,
+            clock=partial(Api.now, api),
         )
         self.stopping = asyncio.Event()
         self.serving = asyncio.Event()
