@@ -11,6 +11,7 @@ from timed_engine import TimedEngine
 from isthmus_runtime.engine.loop import EngineLoop
 from isthmus_runtime.engine.sequence import Kind, OpenReceive, SendBlocks
 from isthmus_runtime.errors import DeadlineExceeded, InvalidRequest, TransferFailed
+from isthmus_runtime.executor.fake import expected_tokens
 from isthmus_runtime.interfaces.handoff import Failed, Released
 
 FAILED = TransferFailed("lost", stage="sending", attempt="t")
@@ -116,3 +117,47 @@ def test_a_reservation_to_which_no_prefill_writes_ends_with_its_request_s_time()
     world.scheduler.released("t", True)
     assert world.pool.counts().free == world.num_blocks - 1
     world.scheduler.check()
+
+
+def quarantined(world: World) -> list[str]:
+    """An answer runs, and beside it blocks that a peer may still write: of these attempts."""
+    world.add(request("long", [1, 2, 3, 4], 250))
+    for _ in range(20):
+        world.turn()
+    for i in range(6):
+        world.add(request(f"t{i}", [i + 5] * 20, 4), kind=Kind.RECEIVE, attempt=f"t{i}")
+    for _ in range(20):
+        world.turn()
+    attempts = [effect.job.attempt for effect in world.effects if isinstance(effect, OpenReceive)]
+    for attempt in attempts:
+        world.take(world.scheduler.abort(attempt, attempt, "the client has left"))
+        world.scheduler.released(attempt, False)
+    return attempts
+
+
+def test_an_answer_waits_for_blocks_of_a_peer_that_stands_still() -> None:
+    """It has begun, and is none of that peer's: it ended with an error."""
+    world = World(num_blocks=65, max_model_len=256)
+    attempts = quarantined(world)
+    while world.turn():
+        pass
+    told = len(world.tokens["long"])
+    assert attempts and not world.ends["long"] and world.pool.counts().free == 0
+    for attempt in attempts:
+        world.scheduler.drained(attempt)
+    world.run()
+    assert len(world.tokens["long"]) == 250 > told
+    assert world.tokens["long"] == expected_tokens([1, 2, 3, 4], request("x", [1], 1).sampling, 250)
+    assert world.scheduler.stats().preemptions == 0
+
+
+def test_an_answer_waits_no_longer_than_it_has_time() -> None:
+    world = World(num_blocks=65, max_model_len=256)
+    quarantined(world)
+    while not world.ends["long"]:
+        if not (world.turn() or world.ends["long"]):
+            due = world.scheduler.next_deadline()
+            assert due is not None
+            world.now = due
+    (end,) = world.ends["long"]
+    assert isinstance(end.error, DeadlineExceeded)

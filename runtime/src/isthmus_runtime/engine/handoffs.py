@@ -43,9 +43,10 @@ class Handoffs:
         self._heads = (0, kv_heads)
         self._holds: dict[str, _Hold] = {}
 
-    def holding(self) -> bool:
-        """Whether some attempt will give blocks back within a deadline (quarantine has none)."""
-        return any(not hold.quarantined for hold in self._holds.values())
+    @property
+    def empty(self) -> bool:
+        """Whether no attempt holds anything, be it in quarantine."""
+        return not self._holds
 
     def idle(self) -> bool:
         """Whether no attempt holds anything, except blocks in quarantine."""

@@ -20,7 +20,7 @@ class Room(Enum):
     LEFT = 2
     """It was the newest itself, and gave its blocks up."""
     NEVER = 3
-    """Nobody else holds a block, and the admission check said that it fits: quarantine ate it."""
+    """Nobody else holds a block, and the admission check said that it fits."""
 
 
 class Preemption:
@@ -58,5 +58,6 @@ class Preemption:
         self._queues.enter(seq, Phase.WAITING)
 
     def _others_hold(self) -> bool:
-        """Whether blocks will come back within a deadline: transfers in either direction, or fenced ones."""
-        return self._in_flight.fenced_blocks > 0 or self._handoffs.holding()
+        """Whether blocks will come back: those of transfers in either direction, of quarantine, or fenced ones. Of
+        quarantine nobody knows when, and a request has its own deadline for that."""
+        return self._in_flight.fenced_blocks > 0 or not self._handoffs.empty
