@@ -14,6 +14,8 @@ from rank_process import adapted, executor, steps
 from tiny_config import SMALLEST
 
 from isthmus_runtime.checkpoints.random import RandomTensors
+from isthmus_runtime.errors import ConfigError
+from isthmus_runtime.executor import ranks
 from isthmus_runtime.executor.ranks import decode, encode
 from isthmus_runtime.interfaces.steps import AdapterSlot, BlockCopy, Chunk, RowBlocks, RowMask, RowStart, StepPlan
 from isthmus_runtime.models.registry import read_model_spec
@@ -112,3 +114,12 @@ def test_a_plan_survives_its_journey() -> None:
     assert decode(encode(plan)) == plan
     with pytest.raises(ValueError, match="num_tokens"):
         decode(b'[{"step": 1}]')
+
+
+def test_a_rank_that_does_not_come_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the time that processes have for their start: it was that of a step, and the library's error was all."""
+    import torch
+
+    monkeypatch.setattr(ranks, "MEETING_S", 0.2)
+    with pytest.raises(ConfigError, match=r"--tensor-parallel-size 2: rank 0 has not met all others within 0\.2 s"):
+        ranks.join(0, 2, str(tmp_path / "meeting"), torch.device("cpu"), 60.0)

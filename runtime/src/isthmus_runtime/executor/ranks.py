@@ -36,6 +36,8 @@ from .adapters import AdapterSlots, HostAdapter
 from .peer_sums import ROOM, open_peer_sums
 
 _LOG = logging.getLogger(__name__)
+MEETING_S = 600.0
+"""For processes to start, from a slow disk as well. Who waits for an engine has a bound of its own."""
 # A plain dataclass takes the configuration of what it is in. Late masks are the arbitrary type, and never travel.
 _PLAN = TypeAdapter(
     tuple[StepPlan],
@@ -121,11 +123,19 @@ def join(
 ) -> Ranks:
     """Meet the other ranks at the file `meeting`, which nobody used before. Every rank calls it alike, in any order.
 
-    `timeout_s` bounds the meeting, and later each collective of a step. `peer_sums` False: the library makes all sums;
-    `room` and `patience_s` (`timeout_s` by default): of `peer_sums`.
+    `timeout_s` bounds each collective of a step. `peer_sums` False: the library makes all sums; `room` and `patience_s`
+    (`timeout_s` by default): of `peer_sums`. ConfigError: the others have not come within MEETING_S.
     """
-    timeout = timedelta(seconds=timeout_s)
-    distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timeout)
+    timeout, most = timedelta(seconds=timeout_s), timedelta(seconds=MEETING_S)
+    try:
+        distributed.init_process_group(
+            "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=most
+        )
+    except RuntimeError as error:
+        raise ConfigError(
+            f"--tensor-parallel-size {size}: rank {rank} has not met all others within {MEETING_S:g} s ({error}); "
+            "their log lines say why, or the machine is too busy to start them"
+        ) from error
     library = "nccl" if device.type == "cuda" else "gloo"
     steps = distributed.new_group(backend=library, timeout=timeout)
     plans = distributed.new_group(backend="gloo", timeout=_IDLE)
