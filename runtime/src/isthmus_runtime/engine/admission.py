@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..interfaces.steps import RowStart
+from ..kv.groups import ceil_div
 from .aging import Aging
 from .blocks import Hits, SequenceBlocks
 from .handoffs import Handoffs
@@ -11,6 +12,11 @@ from .pace import Pace
 from .preemption import Preemption, Room
 from .queues import Queues
 from .sequence import Kind, Phase, Sequence
+
+AHEAD = 512
+"""Tokens: some seconds of a stream, in which prompts arrive also from a busy prefill."""
+AHEAD_SHARE = 8
+"""In a small pool: at most an eighth of it."""
 
 
 class Admission:
@@ -130,7 +136,7 @@ class Admission:
     def _admit_receiver(self, seq: Sequence, draft: StepDraft, kept: int) -> bool:
         """Reserve the blocks that a peer will write, beside `kept` ones for who comes first. False: it must wait.
 
-        They cannot be preempted: every running request must still be able to finish beside them.
+        They cannot be preempted before they have arrived: running requests must be able to go on beside them.
         """
         self._blocks.hash_prompt(seq, moves=True)
         hits = self._blocks.find_hits_of_receiver(seq)
@@ -160,8 +166,15 @@ class Admission:
         seq.scheduled = seq.written = hits.tokens
 
     def _leaves_room(self, need: int) -> bool:
-        """Whether the largest running request could finish if `need` more blocks were held for a transfer."""
-        largest = max((seq.peak for seq in self._queues.running), default=0)
+        """Whether the largest running request could go on for AHEAD tokens beside `need` more blocks for a transfer.
+
+        Not to its end: most answers end long before what they may come to, which without `max_tokens` is the pool. One
+        that has used up what is ahead waits for transfers, which have deadlines.
+        """
+        size, groups = self._blocks.block_size, len(self._blocks.groups)
+        ahead = min(ceil_div(AHEAD, size) * groups, self._pool.usable // AHEAD_SHARE)
+        running = self._queues.running
+        largest = max((min(seq.peak, ceil_div(seq.room, size) * groups + ahead) for seq in running), default=0)
         lost = self._pool.counts().quarantined + self._handoffs.receiving_blocks()
         return need + lost + largest <= self._pool.usable
 
