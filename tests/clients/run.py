@@ -29,6 +29,7 @@ from processes import BIN, MODEL, Process, free_port  # noqa: E402
 CACHE = MODEL.parents[1]
 CLIENTS = {
     "openai": "openai",
+    "anthropic": "anthropic",
     "langchain": "langchain-openai",
     "langchain-embeddings": "langchain-openai",
     "litellm": "litellm",

@@ -27,6 +27,7 @@ class Branch:
     """A service of a model at the hub. Routers are ready while they know an engine, and say what they do with each.
 
     look_s: how long after a pod has become ready routers know of it
+    probed: routers' probes do not fail
     made:   pod -> tokenizer, that of the model's revision when the pod was made
     """
 
@@ -39,6 +40,7 @@ class Branch:
     rollout: dict[str, Any] = field(default_factory=dict)
     look_s: float = 0.0
     tells: bool = True
+    probed: bool = True
     hub: dict[str, str] = field(default_factory=lambda: {"main": "first"})
     made: dict[str, str] = field(default_factory=dict)
     of: dict[str, str] = field(default_factory=dict)
@@ -85,11 +87,12 @@ class Branch:
         )
         routers = tuple(replace(w, pods=tuple(map(self._router, w.pods))) for w in seen.routers)
         self.world.seen = replace(seen, engines=engines, routers=routers)
-        facts = {w.revision: self._words(pod) for w in routers for pod in reversed(w.live) if pod.ready}
+        said = [pod for w in routers for pod in sorted(reversed(w.live), key=lambda pod: pod.ready) if pod.started]
+        facts = {pod.revision: self._words(pod) for pod in said}  # of each revision a ready one, if there is one
         self.world.seen = replace(self.world.seen, facts=Facts(routers=facts if self.tells else {}))
 
     def _router(self, pod: Pod) -> Pod:
-        known = pod.ends is None and self.made[pod.name] in self.tokenizers
+        known = self.probed and pod.ends is None and self.made[pod.name] in self.tokenizers
         return pod if known is pod.ready else replace(pod, ready=known, started=True, changed=self.world.now)
 
     def _words(self, router: Pod) -> dict[str, Word]:
@@ -193,6 +196,19 @@ def test_what_routers_take_or_do_not_tell_holds_nothing_up(
     one.go(150)
     assert_done(one.spec, one.world)
     assert not one.lost
+
+
+def test_a_probe_of_the_only_router_that_fails_takes_no_engine() -> None:
+    """What it said before goes on to hold."""
+    one = Branch(routers=1)
+    one.moves()
+    one.image = 2
+    one.go(20)
+    held = [w.ready for w in one.world.seen.engines]
+    for _ in range(5):
+        for one.probed in (False, True):
+            one.go(6)
+    assert [w.ready for w in one.world.seen.engines] == held and one.answered
 
 
 def test_an_engine_counts_though_routers_never_look_at_it() -> None:

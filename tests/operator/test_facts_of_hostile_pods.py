@@ -358,6 +358,20 @@ def test_one_router_of_each_revision_says_what_it_does_with_engines(monkeypatch:
             server.handle = knows()
             later = await reader.read("ns", pods, load=False)
             assert later.routers == {"old": {HOST: Word.NOT_NOW}, "new": {HOST: Word.NOT_NOW}}
+            down = [replace(one, ready=one.component is not Component.ROUTER) for one in pods]
+            server.handle = answer(b'{"engines": []}')  # it has begun anew, and looked at nothing yet
+            long_ago = {uid: (-1e6, words) for uid, (_, words) in reader._words.items()}
+            reader._words = dict(long_ago)
+            for _ in range(2):
+                assert await reader.read("ns", down, load=False) == later, "an only router whose probe has failed"
+            reader._words = dict(long_ago)
+            server.handle = answer(b"", status="503 Busy")
+            await reader.read("ns", pods, load=False)
+            assert (await reader.read("ns", pods, load=False)).routers == {}
+            server.handle = knows()
+            halves = [replace(one, ready=one.name != "old-1") for one in pods]
+            assert (await reader.read("ns", halves, load=False)).routers == later.routers
+            assert reader._words.keys() == {"old-2", "new-1"}, "a ready one is asked, if there is one"
             server.handle = answer(b"", status="503 Busy")
             monkeypatch.setattr(facts, "SILENT_S", 0.0)
             await reader.read("ns", pods, load=False)

@@ -56,8 +56,11 @@ class Disk:
             return
 
     def remove(self, group: Path) -> None:
-        """A group without processes."""
+        """Remove a group; what is left in it, children of who was put there, goes to where this process is."""
         self._groups.remove(group)
+        while left := (group / "cgroup.procs").read_text().split():
+            for pid in left:
+                self.put(int(pid), None)
         group.rmdir()
 
     def down(self) -> None:

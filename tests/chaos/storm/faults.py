@@ -287,11 +287,11 @@ class Injector:
     async def _slow_start(self, fault: Fault, event: Event) -> None:
         assert self._disk is not None
         member = self._fleet.member[fault.target]
-        member.send(signal.SIGKILL)
-        await asyncio.to_thread(member.popen.wait, 10)
-        forget_pages(self._fleet.model)
-        group = self._disk.group(fault.target, _SLOW_START)
+        group = self._disk.group(fault.target, _SLOW_START)  # first: without one, nobody would start it again
         try:
+            member.send(signal.SIGKILL)
+            await asyncio.to_thread(member.popen.wait, 10)
+            forget_pages(self._fleet.model)
             await self._start_again(fault, event, enter(group))
         finally:
             self._disk.put(member.popen.pid, None)

@@ -176,6 +176,11 @@ class Fleet:
         names = {} if self.network is None else {address: n for n, address in self.network.address.items()}
         return descriptors_of(self.member[name].popen.pid, names)
 
+    def ended(self) -> dict[str, int]:
+        """Members that run no more, with their statuses."""
+        begun = {name: member.popen for name, member in self.member.items() if hasattr(member, "popen")}
+        return {name: popen.returncode for name, popen in begun.items() if popen.poll() is not None}
+
     def close(self) -> dict[str, int]:
         """Stop everything: SIGTERM to all, and the statuses."""
         return {name: self.member[name].stop() for name in reversed(self.names) if hasattr(self.member[name], "popen")}

@@ -86,6 +86,11 @@ async def _run(args: argparse.Namespace, seed: int, out: Path, with_network: boo
             network.up()
         fleet.copy_model()
         await _storm(fleet, seed, args, report, out, disk)
+    except (OSError, aiohttp.ClientError) as error:
+        # A member that ends while its remains are looked at is what the report is for.
+        report.violations.append(
+            f"the storm was not judged to its end: {error!r}; ended by themselves: {fleet.ended()}"
+        )
     finally:
         statuses = fleet.close()
         if disk is not None:
@@ -146,14 +151,13 @@ async def _storm(
         if outcome.ending != "ok" or outcome.problem:
             report.violations.append(f"after the storm: {outcome.ending} {outcome.problem} {outcome.error}")
     await remains.settle(20.0, report, "at the end")
-    await remains.descriptors_settle(before, report, 60.0, lambda: load.some(4))
-    remains.disk(report)
-
     with (out / "requests.jsonl").open("w") as lines:
         for outcome in load.outcomes:
             lines.write(json.dumps(asdict(outcome)) + "\n")
     judge(load.outcomes[:after], injector.events, fleet, report, load.lag_s)
     report.violations.extend(injector.problems)
+    await remains.descriptors_settle(before, report, 60.0, lambda: load.some(4))
+    remains.disk(report)
     kinds = sorted({e.fault.kind for e in injector.events})
     report.row(
         "faults",

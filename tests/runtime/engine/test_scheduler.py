@@ -580,17 +580,61 @@ def test_abort_while_receiving_cancels_the_attempt_and_holds_the_blocks() -> Non
     assert world.pool.counts().writing == 0
 
 
-def test_receiving_requests_hold_no_row_and_cannot_starve_running_ones() -> None:
+def test_receiving_requests_hold_no_row_and_leave_running_ones_what_they_need_next() -> None:
+    """One that runs goes on beside transfers that do not end, by an eighth of the pool here, then waits for them, and
+    keeps what it has."""
     world = World(max_num_seqs=1, num_blocks=17)
     world.add(request("runs", list(range(8)), 40))
     world.turn()
     for i in range(4):
         world.add(request(f"t{i}", [i] * 12, 4), kind=Kind.RECEIVE, attempt=f"t{i}")
-    for _ in range(500):
-        if world.ends["runs"]:
-            break
-        world.turn()
+    while world.turn():
+        pass
+    jobs = [e for e in world.effects if isinstance(e, OpenReceive)]
+    assert len(jobs) == 3, "those that were reserved beside what it may need next"
+    told = len(world.tokens["runs"])
+    assert told > 16 and world.scheduler.stats().preemptions == 0
+    for i in range(4):
+        world.fail(f"t{i}", TransferFailed("lost", stage="sending", attempt=f"t{i}"))
+        world.scheduler.released(f"t{i}", True)
+    world.run()
     expect(world, "runs", list(range(8)), 40)
+    for i in range(4):
+        expect(world, f"t{i}", [i] * 12, 4)
+
+
+def test_what_an_answer_may_come_to_keeps_no_prompt_out() -> None:
+    """Without `max_tokens` it may come to the whole pool, where the longest length was fitted to that."""
+    world = World(num_blocks=65, max_model_len=256, max_num_seqs=4)
+    world.add(request("long", list(range(8)), 248))
+    world.turn()
+    served = 0
+    while len(world.tokens["long"]) < 170:
+        sid, prompt = f"t{served}", [served % 50] * 30
+        world.add(request(sid, prompt, 4), kind=Kind.RECEIVE, attempt=sid)
+        assert receive(world, sid, prompt), f"{sid} was not reserved beside {len(world.tokens['long'])} tokens"
+        while not world.ends[sid]:
+            assert world.turn()
+        expect(world, sid, prompt, 4)
+        served += 1
+    assert served > 20
+    world.run()
+    expect(world, "long", list(range(8)), 248)
+
+
+def receive(world: World, sid: str, prompt: list[int], turns: int = 40) -> bool:
+    """Have the prompt arrive as soon as blocks are reserved; whether they were, within so many turns."""
+    for _ in range(turns):
+        job = next((e for e in world.effects if isinstance(e, OpenReceive) and e.job.attempt == sid), None)
+        if job is not None:
+            fill(world, job, prompt)
+            first = expected_tokens(prompt, request("x", [1], 1).sampling, 1)[0]
+            record = PrefillRecord(attempt=sid, num_tokens=len(prompt), first_token=first, key_digest="", block_bytes=0)
+            world.take(world.scheduler.received(sid, record))
+            world.scheduler.released(sid, True)
+            return True
+        world.turn()
+    return False
 
 
 # ------------------------------------------------------------------------------------------------------ properties

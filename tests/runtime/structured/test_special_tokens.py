@@ -120,6 +120,19 @@ OTHERWISE = {
 }
 
 
+@pytest.mark.parametrize("before", [[], [normalizers.Prepend("▁")]])
+def test_spaces_beside_added_words_are_those_of_the_text(before: list[normalizers.Normalizer]) -> None:
+    """A text goes on anew after each such word: Llama 2's normalizer put a space there again."""
+    made = sentencepiece()
+    made.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", "▁")])
+    made.add_tokens(["NewWord"])
+    grammars = Grammars(made.to_str(), eos_token_ids=[2], vocab_size=made.get_vocab_size())
+    for said in ("NewWord", "a NewWord b", "heNewWordab", "NewWord  NewWord", " NewWord", "a he"):
+        for structure in (Structure("choice", json.dumps([said])), Structure("regex", f"{said}[ab]")):
+            found = made.decode(walk(grammars, structure), skip_special_tokens=False)
+            assert (found[:-1] if structure.kind == "regex" else found) == said, (structure, found)
+
+
 @pytest.mark.parametrize("how", [*OTHERWISE, "sign for a space"])
 def test_text_is_not_what_the_tokenizer_would_make_of_it(how: str, model: Path) -> None:
     made = Tokenizer.from_file(str(model / "tokenizer.json")) if how in OTHERWISE else sentencepiece()

@@ -13,7 +13,7 @@ from ..render.revision import role_revision, service_revision
 from ..render.service import components
 from .adapters import adapters_state
 from .causes import State, reason_of, workload_state, worst
-from .observed import EngineFacts, Observed, Workload
+from .observed import EngineFacts, Observed, Word, Workload
 from .planner import Plan, Rollout
 from .refusals import without_refused
 from .rollout import Goal
@@ -121,9 +121,10 @@ def _serving(service: InferenceService, seen: Observed, wanted: Plan) -> State:
 def _none_routable(seen: Observed) -> bool:
     """Whether no engine that is ready is one that routers choose from, as those of each revision say."""
     ready = [pod for w in seen.engines for pod in w.live if pod.ready]
-    if not ready or any(w.ready and w.revision not in seen.facts.routers for w in seen.routers):
+    said = [seen.facts.routers.get(w.revision) for w in seen.routers if w.ready]
+    if not ready or None in said:
         return False
-    return not any(seen.facts.taken(pod.ip) for pod in ready)
+    return not any(words.get(pod.ip) is Word.TAKEN for words in said if words for pod in ready)
 
 
 def _may_pair(seen: Observed) -> bool:

@@ -70,9 +70,10 @@ class FactReader:
             await self._session.close()
 
     async def read(self, namespace: str, pods: Iterable[Pod], *, load: bool, patient: bool = False) -> Facts:
-        """Facts of the ready engine pods of one service in `namespace`, and what ready routers say about them.
+        """Facts of the ready engine pods of one service in `namespace`, and what routers say about them.
         `load`: queues and KV use too; `patient`: wait for PATIENT_S."""
-        ready = [pod for pod in pods if pod.ready and pod.ends is None and _is_of_a_pod(pod.ip)]
+        live = [pod for pod in pods if pod.ends is None and _is_of_a_pod(pod.ip)]
+        ready = [pod for pod in live if pod.ready]
         engines = [pod for pod in ready if pod.component not in (Component.ROUTER, Component.STORE)]
         routers = {pod.revision: pod for pod in reversed(ready) if pod.component is Component.ROUTER}
         if not engines and not routers:
@@ -101,6 +102,9 @@ class FactReader:
             if (words := (asked[revision].result() if asked[revision] in done else None) or self._last_words(pod))
             is not None
         }
+        for pod in live:  # where none is ready for a moment, what one said before goes on to hold
+            if pod.component is Component.ROUTER and not pod.ready and (before := self._last_words(pod)) is not None:
+                said.setdefault(pod.revision, before)
         self._forget()
         return Facts(engines=found, routers=said)
 
@@ -111,7 +115,11 @@ class FactReader:
 
     def _last_words(self, pod: Pod) -> dict[str, Word] | None:
         known = self._words.get(pod.uid)
-        return known[1] if known is not None else None
+        if known is None:
+            return None
+        if not pod.ready:  # it does nothing that could be told, and comes back as it was
+            self._words[pod.uid] = (asyncio.get_running_loop().time(), known[1])
+        return known[1]
 
     def _last(self, pod: Pod) -> EngineFacts | None:
         """What a pod has said before, as its layout and transport do not change while it runs. Its load does."""

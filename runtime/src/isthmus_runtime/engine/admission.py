@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..interfaces.steps import RowStart
+from ..kv.groups import ceil_div
 from .aging import Aging
 from .blocks import Hits, SequenceBlocks
 from .handoffs import Handoffs
@@ -11,6 +12,11 @@ from .pace import Pace
 from .preemption import Preemption, Room
 from .queues import Queues
 from .sequence import Kind, Phase, Sequence
+
+AHEAD = 512
+"""Tokens: some seconds of a stream, in which prompts arrive also from a busy prefill."""
+AHEAD_SHARE = 8
+"""In a small pool: at most an eighth of it."""
 
 
 class Admission:
@@ -25,22 +31,26 @@ class Admission:
         self._preemption = preemption
         self._pace = pace
         self._pool = blocks.pool
-        self._ready_turns = Aging(queues, queues.ready)
+        self._row_turns = Aging(queues, queues.ready, queues.waiting, concerns=lambda seq: not seq.receives)
         self._waiting_turns = Aging(queues, queues.waiting)
         self.prefix_queries = 0
         self.prefix_hits = 0
 
     def admit(self, draft: StepDraft) -> None:
         """Start whoever may start within the draft's budget."""
+        self._row_turns.turn()
         if self._queues.ready and not self._admit_ready(draft):
             return
         if self._queues.waiting:
             self._admit_waiting(draft)
 
     def _admit_ready(self, draft: StepDraft) -> bool:
-        """Requests whose KV has arrived. False: one of them must wait, and with it all that came later."""
+        """Requests whose KV has arrived. False: one of them must wait, and with it all that came later.
+
+        They go first, as they hold blocks. But the last free row is that of the first of all who need one: else those
+        that are computed here would wait for as long as more arrive than there are rows.
+        """
         queues = self._queues
-        self._ready_turns.turn()
         for seq in list(queues.ready):
             if seq.phase is not Phase.READY:
                 continue  # preempted while an older arrival made room
@@ -55,25 +65,43 @@ class Admission:
                     draft.stuck.append(seq)
                 if room is not Room.FOUND:
                     return False
+            if len(queues.rows) == 1 and self._another_first(seq, draft):
+                return False
             queues.withdraw(seq)
-            self._ready_turns.started()
+            self._row_turns.started()
             self._start(seq, min(seq.known - seq.scheduled, draft.budget), draft)
         return True
+
+    def _another_first(self, seq: Sequence, draft: StepDraft) -> bool:
+        """Start a waiting request that is computed here, where one ranks before `seq` and can start."""
+        for other in self._queues.waiting:
+            if other.rank > seq.rank:
+                return False
+            if self._may_compute(other, draft):
+                # The first alone: those behind it take no blocks that it may need.
+                self._admit_local(other, draft)
+                return not self._queues.rows
+        return False
+
+    def _may_compute(self, seq: Sequence, draft: StepDraft) -> bool:
+        """Whether the request is computed here, and nothing but a row, blocks and room in the draft keeps it waiting.
+        Preempted while a sample was in flight, its tokens are not all known yet."""
+        return not seq.receives and not seq.unseen and draft.may_draw(seq) and self._has_adapter(seq)
 
     def _admit_waiting(self, draft: StepDraft) -> None:
         queues = self._queues
         self._waiting_turns.turn()
+        kept = 0
         for seq in list(queues.waiting):
             if not seq.receives and (draft.full or not queues.rows):
                 if not queues.receivers:
                     return
+                # The first that waits for a row alone: what comes later leaves the blocks that it will need then.
+                kept = kept or self._blocks.peak(len(seq.tokens) + 1)
                 continue
-            if seq.unseen:
-                # Preempted while a sample is in flight: its tokens are not all known yet.
+            if not seq.receives and not self._may_compute(seq, draft):
                 continue
-            if not seq.receives and not (draft.may_draw(seq) and self._has_adapter(seq)):
-                continue
-            if not (self._admit_receiver(seq, draft) if seq.receives else self._admit_local(seq, draft)):
+            if not (self._admit_receiver(seq, draft, kept) if seq.receives else self._admit_local(seq, draft)):
                 return
 
     def _admit_local(self, seq: Sequence, draft: StepDraft) -> bool:
@@ -90,6 +118,7 @@ class Admission:
             return True  # the draft is full; requests that a peer computes may still be reserved for
         self._queues.withdraw(seq)
         self._waiting_turns.started()
+        self._row_turns.started()
         self._take_hits(seq, hits)
         self._queues.promise(seq, fresh)
         self._start(seq, count, draft)
@@ -104,10 +133,10 @@ class Admission:
             draft.prompts = self._pace.prompts(self._queues.running)
         return draft.prompts.take(start, count)
 
-    def _admit_receiver(self, seq: Sequence, draft: StepDraft) -> bool:
-        """Reserve the blocks that a peer will write. False: it must wait.
+    def _admit_receiver(self, seq: Sequence, draft: StepDraft, kept: int) -> bool:
+        """Reserve the blocks that a peer will write, beside `kept` ones for who comes first. False: it must wait.
 
-        They cannot be preempted: every running request must still be able to finish beside them.
+        They cannot be preempted before they have arrived: running requests must be able to go on beside them.
         """
         self._blocks.hash_prompt(seq, moves=True)
         hits = self._blocks.find_hits_of_receiver(seq)
@@ -115,7 +144,7 @@ class Admission:
         if not self._leaves_room(hits.held + fresh):
             return False
         growth = len(self._queues.running) * len(self._blocks.groups)
-        if self.free() < fresh + hits.evictable + growth:
+        if self.free() < fresh + hits.evictable + growth + kept:
             return False
         self._queues.withdraw(seq)
         self._waiting_turns.started()
@@ -137,8 +166,15 @@ class Admission:
         seq.scheduled = seq.written = hits.tokens
 
     def _leaves_room(self, need: int) -> bool:
-        """Whether the largest running request could finish if `need` more blocks were held for a transfer."""
-        largest = max((seq.peak for seq in self._queues.running), default=0)
+        """Whether the largest running request could go on for AHEAD tokens beside `need` more blocks for a transfer.
+
+        Not to its end: most answers end long before what they may come to, which without `max_tokens` is the pool. One
+        that has used up what is ahead waits for transfers, which have deadlines.
+        """
+        size, groups = self._blocks.block_size, len(self._blocks.groups)
+        ahead = min(ceil_div(AHEAD, size) * groups, self._pool.usable // AHEAD_SHARE)
+        running = self._queues.running
+        largest = max((min(seq.peak, ceil_div(seq.room, size) * groups + ahead) for seq in running), default=0)
         lost = self._pool.counts().quarantined + self._handoffs.receiving_blocks()
         return need + lost + largest <= self._pool.usable
 

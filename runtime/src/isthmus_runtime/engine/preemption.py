@@ -16,7 +16,7 @@ class Room(Enum):
 
     FOUND = 0
     LATER = 1
-    """A step in flight gives the blocks back."""
+    """A step in flight gives the blocks back; or transfers do, and nobody else is there who could."""
     LEFT = 2
     """It was the newest itself, and gave its blocks up."""
     NEVER = 3
@@ -43,8 +43,8 @@ class Preemption:
             if self._pool.num_free + self._in_flight.fenced_blocks >= need:
                 return Room.LATER
             victim = max((queue[-1] for queue in (queues.running, queues.ready) if queue), key=lambda s: s.rank)
-            if victim is seq and len(queues.running) + len(queues.ready) == 1 and not self._others_hold():
-                return Room.NEVER
+            if victim is seq and len(queues.running) + len(queues.ready) == 1:
+                return Room.LATER if self._others_hold() else Room.NEVER
             self.preempt(victim)
             if victim is seq:
                 return Room.LEFT

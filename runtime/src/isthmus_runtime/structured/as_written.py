@@ -13,8 +13,6 @@ _SPACE = "\u2581"
 """What vocabularies of SentencePiece have for a space."""
 _OTHER = "\ufdd0"
 """The same here: a code point that is no character, so that no text has it."""
-_SPACED = frozenset({"Prepend", "ByteLevel"})
-"""Normalizers that only write a text as the vocabulary does; llguidance leaves out what the first puts before it."""
 
 
 def as_written(tokenizer: dict[str, Any]) -> dict[str, Any]:
@@ -43,8 +41,9 @@ def parts_of(part: Any) -> list[dict[str, Any]]:
 
 
 def _of_spaces(normalizer: Any) -> Any:
-    """What is left of a normalizer that changes no text."""
-    kept = [one for one in parts_of(normalizer) if one.get("type") in _SPACED or _writes_spaces(one)]
+    """What is left of a normalizer that only writes a text as the vocabulary does. One that prepends a space (Llama 2)
+    does so after each added word as well, within a text."""
+    kept = [one for one in parts_of(normalizer) if one.get("type") == "ByteLevel" or _writes_spaces(one)]
     return {"type": "Sequence", "normalizers": kept} if kept else None
 
 
