@@ -119,7 +119,7 @@ def test_up_names_a_missing_model(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("status", [0, 1])
 def test_up_imports_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
     program = tmp_path / "isthmus-runtime"
-    program.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\nmkdir -p "$5"\nexit {status}\n')
+    program.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\nmkdir -p "$5/own"\necho "$5/own"\nexit {status}\n')
     program.chmod(0o755)
     monkeypatch.setattr(up_module, "find_program", lambda name: str(tmp_path / name))
     file = tmp_path / "tiny-Q4.gguf"
@@ -130,9 +130,9 @@ def test_up_imports_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
             up_module.with_local_model(manifest, str(file), tmp_path / "models", console)
     else:
         made = up_module.with_local_model(manifest, str(file), tmp_path / "models", console)
-        assert made["spec"]["model"]["source"] == {"hostPath": {"path": str(tmp_path / "models" / "tiny-Q4")}}
-    out = tmp_path / "models" / "tiny-Q4"
-    assert (tmp_path / "asked").read_text().split() == ["model", "import", str(file), "--out", str(out)]
+        assert made["spec"]["model"]["source"] == {"hostPath": {"path": str(tmp_path / "models" / "own")}}
+    under = str(tmp_path / "models")
+    assert (tmp_path / "asked").read_text().split() == ["model", "import", str(file), "--under", under]
 
 
 def test_up_says_how_to_import_without_the_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +140,7 @@ def test_up_says_how_to_import_without_the_runtime(tmp_path: Path, monkeypatch: 
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
     (tmp_path / "x.bin").write_bytes(b"")
     console = Console(io.StringIO(), quiet=True)
-    for name, said in (("x.gguf", "isthmus-runtime model import .*x.gguf --out .*models/x"), ("x.bin", "GGUF file")):
+    for name, said in (("x.gguf", "isthmus-runtime model import .*x.gguf --under .*models"), ("x.bin", "GGUF file")):
         with pytest.raises(UserError, match=said):
             up_module.with_local_model({"spec": {}}, str(tmp_path / name), tmp_path / "models", console)
 

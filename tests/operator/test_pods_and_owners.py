@@ -190,3 +190,10 @@ def test_a_workload_without_labels_to_select_by_is_none_of_a_services() -> None:
 def test_a_time_that_no_clock_has_had_is_none(stamp: str) -> None:
     """The API server takes the first two."""
     assert seconds(stamp) == 0.0
+
+
+def test_revisions_that_the_status_remembers_are_seen() -> None:
+    seen = observe(service(), [], Facts(), {"revision": {"current": "a", "updated": "b", "failed": "c"}})
+    assert (seen.current, seen.updated, seen.failed) == ("a", "b", "c")
+    seen = observe(service(), [], Facts(), {})
+    assert (seen.current, seen.updated, seen.failed) == ("", "", "")

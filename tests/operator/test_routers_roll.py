@@ -326,3 +326,42 @@ def test_a_mode_of_unlike_roles_comes_on_the_places_of_the_one_before(
         step(new, world)
         assert answered_by_decode(world)
     assert_done(new, world)
+
+
+@pytest.mark.parametrize("surge", [0, 1])
+@pytest.mark.parametrize(("workers", "places", "pairs"), [(4, 3, 1), (4, 2, 1), (6, 4, 2)])
+def test_a_mode_comes_where_there_was_no_room_for_all_of_the_one_before(
+    workers: int, places: int, pairs: int, surge: int
+) -> None:
+    """A worker that had no place gives none up, and none is waited for in return."""
+    rollout = {"maxSurge": surge, "maxUnavailable": 1 - surge}
+    old, new = in_mode(True, workers, **rollout), in_mode(False, pairs, **rollout)
+    world = World(places=places)
+    step(old, world, 20)
+    assert sum(w.ready for w in world.seen.engines) == places
+    world.becomes_ready = lambda pod: pod.component is R or world.now - pod.created >= 10
+    for _ in range(150):
+        step(new, world)
+        assert answered_by_decode(world)
+    assert_done(new, world)
+
+
+@pytest.mark.parametrize("after", [20, 60])
+@pytest.mark.parametrize("surge", [0, 1])
+@pytest.mark.parametrize(("workers", "places", "pairs", "back"), [(4, 4, 4, True), (6, 4, 4, True), (8, 4, 2, False)])
+def test_a_mode_that_has_no_room_is_left_again(
+    workers: int, places: int, pairs: int, back: bool, surge: int, after: int
+) -> None:
+    """An edit that was a mistake, and its revert: what it asked for and never got is waited for by nobody."""
+    rollout = {"maxSurge": surge, "maxUnavailable": 1 - surge}
+    one, other = in_mode(True, workers, **rollout), in_mode(False, pairs, **rollout)
+    old, new = (one, other) if back else (other, one)
+    world = World(places=places)
+    step(old, world, 20)
+    world.becomes_ready = lambda pod: pod.component is R or world.now - pod.created >= 10
+    step(new, world, after)
+    for _ in range(200):
+        step(old, world)
+        assert answered_by_decode(world)
+    assert not [w for w in world.seen.engines if w.replicas and w.pairing != pairing(old)]
+    assert sum(w.ready for w in world.seen.engines if w.pairing == pairing(old)) == places

@@ -24,9 +24,8 @@ def check_layout(source: Path, folder: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def hopper_code(name: str, product: str = "HGMMA") -> list[str]:
-    """The machine code (SASS) of each compiled kernel with `name` in its mangled name that uses Hopper's products, or
-    another `product`."""
+def hopper_code(name: str) -> list[str]:
+    """The machine code (SASS) of each compiled kernel with `name` in its mangled name that uses Hopper's products."""
     triton = pytest.importorskip("triton")
     dump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     library = native.find(SOURCES, "_cuda")
@@ -34,7 +33,7 @@ def hopper_code(name: str, product: str = "HGMMA") -> list[str]:
         pytest.skip("needs the compiled library, and cuobjdump, which Triton brings")
     code = subprocess.run([dump, "--dump-sass", str(library)], capture_output=True, text=True, check=True).stdout
     kernels = [part for part in code.split("Function : ") if name in part.split("\n", 1)[0]]
-    return [part for part in kernels if product in part]
+    return [part for part in kernels if "HGMMA" in part]
 
 
 def assert_in_registers(kernel: str) -> None:

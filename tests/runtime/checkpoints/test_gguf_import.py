@@ -215,6 +215,24 @@ def test_importing_again_does_nothing_until_the_source_changes(
     assert [path.name for path in out.parent.iterdir()] == [out.name]
 
 
+def test_files_of_one_name_have_folders_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is served from the one is not replaced by the other."""
+    under, changed, found = tmp_path / "models", Source(), []
+    changed.tensors["output_norm.weight"] *= 2
+    for name, source in (("a", Source()), ("b", changed), ("a", Source())):
+        (tmp_path / name).mkdir(exist_ok=True)
+        file = source.write(tmp_path / name / "model [1].gguf")
+        assert model_main(["import", str(file), "--under", str(under)]) == 0
+        told = capsys.readouterr()
+        found.append(Path(told.out.removesuffix("\n")))
+        norm = load_file(found[-1] / "model.safetensors")["model.norm.weight"]
+        assert torch.equal(norm, torch.from_numpy(source.tensors["output_norm.weight"]))
+        assert found[-1].parent == under and found[-1].name.startswith("model [1]-")
+    assert found[0] == found[2] != found[1]
+    assert "already holds this import" in told.err
+    assert sorted(under.iterdir()) == sorted(found[:2])
+
+
 def test_foreign_directory_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = Source().write(tmp_path / "tiny.gguf")
     out = tmp_path / "mine"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import cast
@@ -19,9 +19,10 @@ from isthmus_runtime.engine.exchange import Exchange, Reply
 from isthmus_runtime.engine.sequence import CancelAttempt, Effect, FinishSend, Kind
 from isthmus_runtime.errors import EngineFailed, InvalidRequest, NeverFits
 from isthmus_runtime.executor.fake import FakeExecutor, expected_tokens
-from isthmus_runtime.interfaces.handoff import BlockRef, KvHandoff, PromptResult
+from isthmus_runtime.interfaces.handoff import BlockRef, HandoffEvent, KvHandoff, PromptResult, Received, ReceiveJob
 from isthmus_runtime.interfaces.steps import StepOutput, StepPlan
 from isthmus_runtime.kv.pool_records import PoolCounts
+from isthmus_runtime.protocol.ticket import PrefillRecord, Ticket
 from isthmus_runtime.request import FinishReason, TokenChunk
 
 DEADLINE_S = 20
@@ -199,6 +200,42 @@ def test_the_next_step_is_planned_while_one_runs_and_a_stall_is_visible() -> Non
             assert not all(stalls)
 
     asyncio.run(main())
+
+
+def test_waiting_for_a_peer_is_no_stall() -> None:
+    """A long prompt, or one behind others, takes prefill minutes: decode is well meanwhile, and is after."""
+    now = 0.0
+    heard: list[Callable[[HandoffEvent], None]] = []
+
+    class Arriving:
+        def open_receive(self, job: ReceiveJob, now: float) -> Ticket:
+            return Ticket(mode="memory", attempt=job.attempt, layout_digest="")
+
+        def tick(self, now: float) -> None: ...
+
+        def next_deadline(self) -> float:
+            return now
+
+    def handoff(notify: Callable[[HandoffEvent], None]) -> KvHandoff:
+        heard.append(notify)
+        return cast(KvHandoff, Arriving())
+
+    gated, said = Gated(), list[tuple[str, Reply]]()
+    loop = make_loop(said.extend, gated, handoff=handoff)
+    loop._clock = lambda: now
+    prompt = request("a", [1, 2, 3], 3)
+    loop.generate(prompt, attempt="t", peer_url="http://127.0.0.1:1")
+    loop.turn()
+    now = 500.0
+    loop.turn()
+    assert loop.scheduler.has_work and loop.stalled_s() == 0
+    record = PrefillRecord(attempt="t", num_tokens=3, first_token=5, key_digest="", block_bytes=0)
+    heard[0](Received(attempt="t", record=record, seconds=0.0))
+    loop.turn()
+    assert loop.scheduler.in_flight == 1 and loop.stalled_s() == 0, "it counts from the arrival"
+    now = 700.0
+    assert loop.stalled_s() == 200, "a step that does not end is one"
+    gated.gate.set()
 
 
 class Transfers:

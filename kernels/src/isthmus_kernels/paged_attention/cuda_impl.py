@@ -1,7 +1,6 @@
-"""Paged attention on Hopper: prefill by cuda/prefill.cuh, made for its matrix units; decode of many rows by
-cuda/decode.cuh, of fewer as in `triton_impl`.
+"""Paged attention on Hopper: prefill by cuda/prefill.cuh, made for its matrix units; decode as in `triton_impl`.
 
-What the kernels were not written for (see `refusal`) goes to Triton as a whole; the log says so once for each reason.
+What the kernel was not written for (see `refusal`) goes to Triton as a whole; the log says so once for each reason.
 """
 
 import ctypes
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from isthmus_kernels import batch_invariance, cuda_library
 from isthmus_kernels.device import multiprocessors, scratch
-from isthmus_kernels.paged_attention import cuda_decode, triton_impl
+from isthmus_kernels.paged_attention import triton_impl
 from isthmus_kernels.paged_attention.triton_decode import decode
 from isthmus_kernels.paged_attention.triton_tile import LOG2E
 
@@ -46,9 +45,9 @@ def paged_attention(
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if 0 in {q.shape[0], block_tables.shape[0], max_query_len, max_seq_len}:
         return out
-    reason = refusal(q, kv, out, window=window, softcap=softcap, sinks=sinks)
-    if reason is not None:
-        if max_query_len > 1:
+    reason = None if max_query_len == 1 else refusal(q, kv, out, window=window, softcap=softcap, sinks=sinks)
+    if max_query_len == 1 or reason is not None:
+        if reason is not None:
             _log_refusal(reason)
         return triton_impl.paged_attention(
             q,
@@ -66,19 +65,15 @@ def paged_attention(
             out=out,
         )
     batch = (q, kv, block_tables, query_start_loc, seq_lens, out)
-    if cuda_decode.takes(q, kv, block_tables):
-        cuda_decode.decode(*batch, scale=scale)
-    else:
-        decode(*batch, scale=scale, window=None, softcap=None, sinks=None, scales=None)
-    if max_query_len > 1:
-        prefill(*batch, scale=scale)
+    decode(*batch, scale=scale, window=None, softcap=None, sinks=None, scales=None)
+    prefill(*batch, scale=scale)
     return out
 
 
 def refusal(
     q: Tensor, kv: Tensor, out: Tensor, *, window: int | None, softcap: float | None, sinks: Tensor | None
 ) -> str | None:
-    """Why the kernels here cannot take these arguments; None when they can."""
+    """Why the kernel cannot take these arguments; None when it can."""
     if batch_invariance.required(q.device):
         return "results may not depend on the batch"
     if window is not None or softcap is not None or sinks is not None:

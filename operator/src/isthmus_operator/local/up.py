@@ -169,20 +169,25 @@ def _source(model: str, models: Path, console: Console) -> dict[str, Any]:
 
 
 def _imported(path: Path, models: Path, console: Console) -> Path:
-    """The folder among the models of this machine that a GGUF file is imported to; an import that is there is kept."""
-    out = models / path.stem
+    """The folder among the models of this machine that a GGUF file is imported to, by its name and what it holds, as
+    another of that name may be served from here. An import that is there is kept."""
     program = find_program(_RUNTIME)
     if path.suffix.lower() != ".gguf":
         raise UserError(f"--model {path} is a file; give a folder with config.json and safetensors, or a GGUF file")
     if program is None:
         raise UserError(
             f"--model {path}: {_RUNTIME}, which imports GGUF files, is neither beside {sys.executable} nor on PATH;"
-            f" where it is installed run `{_RUNTIME} model import {path} --out {out}`, and give that folder"
+            f" where it is installed run `{_RUNTIME} model import {path} --under {models}`, and give the folder that it"
+            " prints"
         )
-    console.say(f"model: importing {path.name} to {out}")
-    done = subprocess.run([program, "model", "import", str(path), "--out", str(out)], check=False)
+    console.say(f"model: importing {path.name} to {models}")
+    arguments = [program, "model", "import", str(path), "--under", str(models)]
+    done = subprocess.run(arguments, check=False, stdout=subprocess.PIPE, text=True)
     if done.returncode != 0:
         raise UserError(f"--model {path} could not be imported; its problems are above")
+    out = Path(done.stdout.removesuffix("\n"))
+    if not out.is_dir():
+        raise UserError(f"--model {path}: {program} names no folder that it was imported to; is it of another version?")
     return out.resolve()
 
 

@@ -57,6 +57,7 @@ def observe(service: InferenceService, children: Iterable[Object], facts: Facts,
         wanted=_wanted(status),
         facts=facts,
         current=str((status.get("revision") or {}).get("current") or ""),
+        updated=str((status.get("revision") or {}).get("updated") or ""),
         failed=str((status.get("revision") or {}).get("failed") or ""),
         conditions=said,
     )

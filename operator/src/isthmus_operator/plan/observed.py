@@ -214,6 +214,7 @@ class Observed:
     wanted:     component -> pods that it should have had, as the status remembers it
     strangers:  names of pods that are not the service's own and that its Services select all the same
     current:    revision that was wholly rolled out last, as the status remembers it
+    updated:    revision that the last status was of
     failed:     revision whose rollout was rolled back, as the status remembers it
     conditions: as the status holds them now
     """
@@ -226,6 +227,7 @@ class Observed:
     facts: Facts = field(default_factory=Facts)
     strangers: tuple[str, ...] = ()
     current: str = ""
+    updated: str = ""
     failed: str = ""
     conditions: tuple[Condition, ...] = ()
 

@@ -27,7 +27,7 @@ from ..render.names import Component, is_engine
 from ..render.revision import pairing, role_revision, service_revision
 from ..render.service import components
 from . import routers
-from .observed import Observed, Workload
+from .observed import UNSCHEDULABLE, Observed, Workload
 from .progress import (
     changed,
     changing,
@@ -71,7 +71,7 @@ class Plan:
     router:    the revision that routers come to
     alone:     the only router is about to be replaced, without surge
     goals:     component -> revision and number of pods to come to
-    had:       component -> pods of a role that goes with the mode that is rolled back, as there were when that began
+    had:       component -> pods of a role that leaves, with its mode, as there were when that began
     failed:    revision to remember as failed
     waits:     what holds the rollout up
     wake:      when to plan again even if nothing happens
@@ -112,7 +112,7 @@ def plan(service: InferenceService, seen: Observed, now: float) -> Plan:
     router = routers.goal_of(service, goals, seen, failed=bool(failed))
     rolling = is_rolling(goals, seen, now)
     ready, seen = seen, without_unseen(seen, goals, router, now) if rolling else seen
-    had = _had(goals, seen, began=seen.failed == failed)
+    had = _had(goals, seen, begun=seen.failed == failed and seen.updated == revision)
     seen = replace(seen, wanted=seen.wanted | had)
     hold = _hold(service, goals, seen, rolling, "" if failed else stuck)
     stands = bool(hold) or not rolling
@@ -192,15 +192,18 @@ def _fallback(goals: Sequence[Goal], seen: Observed, now: float) -> tuple[Goal, 
     return tuple(_at(goal, back[goal.component]) if goal.component in back else goal for goal in goals)
 
 
-def _had(goals: Sequence[Goal], seen: Observed, *, began: bool) -> dict[Component, int]:
-    """How many pods of roles that leave had started when a rollback began: one that never did has no place to give."""
-    return {
-        goal.component: seen.wanted.get(goal.component, 0)
-        if began and any(w.live for w in seen.of(goal.component))
-        else sum(pod.ready or pod.started for w in seen.of(goal.component) for pod in w.live)
-        for goal in goals
-        if goal.leaves
-    }
+def _had(goals: Sequence[Goal], seen: Observed, *, begun: bool) -> dict[Component, int]:
+    """How many pods roles that leave had places for when that began: what had none has none to give. `begun`: it was so
+    at the last look."""
+    found = {}
+    for part in sorted({w.component for w in seen.engines} - {goal.component for goal in goals if not goal.leaves}):
+        live = [pod for w in seen.of(part) for pod in w.live]
+        held = sum(pod.reason != UNSCHEDULABLE for pod in live)
+        known = seen.wanted.get(part, sum(w.replicas for w in seen.of(part)))
+        gone = not live and any(goal.leaves for goal in goals)
+        # Of what is not rolled back it is also what would come back.
+        found[part] = 0 if gone else known if begun else held or known
+    return found
 
 
 def _former(goals: Sequence[Goal], seen: Observed, now: float) -> dict[Component, Workload]:

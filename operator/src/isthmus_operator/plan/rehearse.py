@@ -56,6 +56,7 @@ class World:
             routers=self._routers(service, wanted),
             store=self._store(service, wanted),
             failed=wanted.failed,
+            updated=service_revision(service),
             current=service_revision(service) if wanted.state is Rollout.COMPLETE else self.seen.current,
             wanted=self.seen.wanted | {part: goal.count for part, goal in wanted.goals.items()} | wanted.had,
         )

@@ -128,7 +128,7 @@ def _roles(service: InferenceService, seen: Observed, wanted: Plan) -> Status:
     for component in sorted({w.component for w in seen.engines} - wanted.goals.keys()):
         # A role that is leaving, or would come back: as many as it had.
         workloads = seen.of(component)
-        count = seen.wanted.get(component, sum(w.replicas for w in workloads))
+        count = wanted.had.get(component, sum(w.replicas for w in workloads))
         out[component.value] = _role(workloads, count, "", seen)
     count, revision = service.spec.router.replicas, role_revision(service, Component.ROUTER)
     out["router"] = _role(seen.routers, count, revision, None)

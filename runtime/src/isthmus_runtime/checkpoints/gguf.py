@@ -6,10 +6,12 @@ precision. The directory appears whole or not at all.
 
 from __future__ import annotations
 
+import glob
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ _SHARD_BYTES = 5 << 30
 Progress = Callable[[str], None]
 Place = tuple[str, int | None]
 """A tensor's name in a file, and which of the stacked ones it is."""
+_Judged = tuple[dict[str, Stored], GgufFormat, Tokenizer, dict[str, Any], ModelSpec, dict[str, Place]]
 
 
 def import_gguf(source: Path, out: Path, progress: Progress) -> bool:
@@ -43,14 +46,33 @@ def import_gguf(source: Path, out: Path, progress: Progress) -> bool:
 
     Raises WeightsError for a bad or unsupported file, or an `out` that holds something else; nothing is left behind.
     """
+    judged, marker = _look(source, [out], progress)
+    return _import(source, out, judged, marker, progress)
+
+
+def import_under(source: Path, folder: Path, progress: Progress) -> Path:
+    """Import `source` to a folder of its own in `folder`, which is returned: by its name and what it holds, so that no
+    import of another file is replaced, which may be in use. Errors as of `import_gguf`."""
+    judged, marker = _look(source, folder.glob(f"{glob.escape(source.stem)}-*"), progress)
+    held = sha256(f"{_FORMAT} {marker['sha256']}".encode()).hexdigest()
+    out = folder / f"{source.stem}-{held[:12]}"
+    _import(source, out, judged, marker, progress)
+    return out
+
+
+def _look(source: Path, known: Iterable[Path], progress: Progress) -> tuple[_Judged | None, dict[str, Any]]:
+    """What `source` holds, and its marker. None in place of the one where an import of it may be among `known`."""
     if not source.is_file():
         raise WeightsError(f"{source} is not a file")
     scan = scan_header(source)
     _family(GgufHeader(source=str(source), metadata=scan.metadata, tensors=frozenset(scan.tensors)))
     # Hashing reads the whole file: not before its header was found good, nor twice where it is imported already.
-    judged = None if (out / MARKER).is_file() else _judge(source)
+    judged = None if any((out / MARKER).is_file() for out in known) else _judge(source)
     progress(f"hashing {source.name}")
-    marker = {"format": _FORMAT, "source": source.name, "sha256": sha256_of(source)}
+    return judged, {"format": _FORMAT, "source": source.name, "sha256": sha256_of(source)}
+
+
+def _import(source: Path, out: Path, judged: _Judged | None, marker: Mapping[str, Any], progress: Progress) -> bool:
     if _is_done(out, marker):
         progress(f"{out} already holds this import")
         return False
@@ -87,9 +109,7 @@ def import_gguf(source: Path, out: Path, progress: Progress) -> bool:
     return True
 
 
-def _judge(
-    source: Path,
-) -> tuple[dict[str, Stored], GgufFormat, Tokenizer, dict[str, Any], ModelSpec, dict[str, Place]]:
+def _judge(source: Path) -> _Judged:
     """Tensors, format, tokenizer, config.json, its model, and where each of its tensors is.
 
     Raises WeightsError when the file's header describes no model that can be imported.

@@ -20,7 +20,10 @@ def build_model_parser() -> argparse.ArgumentParser:
     commands = p.add_subparsers(dest="command", required=True)
     one = commands.add_parser("import", help="convert a GGUF file to safetensors")
     one.add_argument("file", help="GGUF file")
-    one.add_argument("--out", required=True, help="directory to write; appears whole or not at all")
+    where = one.add_mutually_exclusive_group(required=True)
+    where.add_argument("--out", default="", help="directory to write; appears whole or not at all")
+    own = "by the file's name and what it holds; its path goes to stdout"
+    where.add_argument("--under", default="", help=f"directory in which the import gets one of its own, {own}")
     two = commands.add_parser("fetch", help="download a model; does nothing if it is already there")
     two.add_argument("source", help="hf://owner/name[@revision] or s3://bucket/prefix")
     two.add_argument("out", help="directory to write; appears whole or not at all")
@@ -42,9 +45,12 @@ def model_main(argv: Sequence[str]) -> int:
     args = build_model_parser().parse_args(argv)
     try:
         if args.command == "import":
-            from ..checkpoints.gguf import import_gguf
+            from ..checkpoints.gguf import import_gguf, import_under
 
-            import_gguf(Path(args.file), Path(args.out), _progress)
+            if args.under:
+                print(import_under(Path(args.file), Path(args.under), _progress))
+            else:
+                import_gguf(Path(args.file), Path(args.out), _progress)
         elif args.command == "verify":
             from ..checkpoints.provenance import SOURCE_FILE, verify_files
 

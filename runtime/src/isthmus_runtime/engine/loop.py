@@ -299,8 +299,16 @@ class EngineLoop:
         return None if self._handoff is None else self._handoff.stats()
 
     def stalled_s(self) -> float:
-        """Seconds with work and no progress; 0 when idle."""
-        return self._clock() - self.last_progress_s if self.scheduler.has_work else 0.0
+        """Seconds with work and no progress; 0 when idle, and while transfers, which have deadlines, are waited for."""
+        return 0.0 if self._rests else self._clock() - self.last_progress_s
+
+    @property
+    def _rests(self) -> bool:
+        """Whether there is nothing to compute before something arrives: a prompt may take a peer many minutes."""
+        if not self.scheduler.has_work:
+            return True
+        queues = self.scheduler.queues
+        return not (self._in_flight or self._wake) and queues.receiving + queues.sending > 0
 
     def _check_moves_kv(self) -> KvHandoff:
         if self._handoff is None:
@@ -322,8 +330,6 @@ class EngineLoop:
         def command(now: float) -> list[Effect]:
             if self.failure:
                 return [refused(sid, EngineFailed(self.failure).located("admission", attempt))]
-            if not self.scheduler.has_work:
-                self.last_progress_s = now
             try:
                 return add(now)
             except RequestError as error:
@@ -433,18 +439,21 @@ class EngineLoop:
 
     def _take_inbox(self) -> None:
         """Wait until there is something to do, and obey the commands that are there; those to come wait a turn."""
+        rested = self._rests
         try:
             command = self._inbox.get(timeout=self._patience())
-            for left in range(self._inbox.qsize(), -1, -1):
-                if command is None:
-                    self._stopping = True
-                    break
-                self._wake = True
-                self.exchange.effects += command(self._clock())
-                if left:
-                    command = self._inbox.get_nowait()
         except queue.Empty:
-            pass  # a time has come
+            return  # a time has come
+        if rested:
+            self.last_progress_s = self._clock()
+        for left in range(self._inbox.qsize(), -1, -1):
+            if command is None:
+                self._stopping = True
+                break
+            self._wake = True
+            self.exchange.effects += command(self._clock())
+            if left:
+                command = self._inbox.get_nowait()
 
     def _patience(self) -> float | None:
         """How long the inbox may stay empty before a time comes that needs us; None: forever."""
