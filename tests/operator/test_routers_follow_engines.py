@@ -516,6 +516,29 @@ def test_a_rollback_goes_to_a_mode_that_had_routers(apart: bool, strategy: str) 
     assert life.ready(R) == life.engines == {("a", apart)}
 
 
+@pytest.mark.parametrize("surge", SURGES)
+@pytest.mark.parametrize("steps", range(1, 9))
+def test_a_change_of_mode_is_not_rolled_back_to_engines_that_never_had_routers(
+    steps: int, surge: dict[str, Any]
+) -> None:
+    """In the midst of a change to another model the mode changes, and its workers never start. Of the one prefill pod
+    nothing of the former model is left, so all of the pair that there could be is of the model without routers."""
+    rollout = (surge | {"onFailure": "Rollback"}).items()
+    life = Life(Asked(apart=True, prefills=1, replicas=3, rollout=tuple(rollout)))
+    life.edit(model="b")
+    life.go(steps)
+    assert life.answered
+    life.bad.add((W, "b"))
+    life.edit(apart=False)
+    for _ in range(300):
+        life.go(1)
+        assert life.answered, f"nobody answers: engines {life.engines}, routers {life.ready(R)}"
+    life.bad.clear()
+    life.edit(image=2)
+    life.go(200)
+    assert_done(life.asked.spec, life.world)
+
+
 @pytest.mark.parametrize("places", [None, 5])
 @pytest.mark.parametrize("surge", SURGES)
 @pytest.mark.parametrize(("apart", "last"), [(True, D), (True, R), (False, W)])

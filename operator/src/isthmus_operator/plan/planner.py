@@ -232,22 +232,26 @@ def _former(goals: Sequence[Goal], seen: Observed, now: float) -> dict[Component
 
 def _former_roles(goals: Sequence[Goal], seen: Observed, now: float) -> tuple[Goal, ...]:
     """What a change of mode would go back to: the roles that the service had, each at its number of pods. None where
-    the roles that it has are not all new."""
+    the roles that it has are not all new, or what was there has no routers."""
     new = [current(goal, seen) for goal in goals]
     parts = {w.component for w in seen.engines} - {goal.component for goal in goals}
     roles = [[w for w in seen.of(part) if all(one and _precedes(w, one, now) for one in new)] for part in sorted(parts)]
     shared = set.intersection(*({w.pairing for w in role} for role in roles)) if roles else set()
     if not shared:
         return ()
-    best = max(sorted(shared), key=lambda one: min(max(w.well(now) for w in r if w.pairing == one) for r in roles))
-    found = [keeper([w for w in role if w.pairing == best], now) for role in roles]
+    kept = {one: [keeper([w for w in role if w.pairing == one], now) for role in roles] for one in sorted(shared)}
+    # Engines that never had routers would answer nobody: a rollback makes none.
+    routed = [one for one, found in kept.items() if routers.known(filter(None, found), seen)]
+    if not routed:
+        return ()
+    best = max(routed, key=lambda one: min(max(w.well(now) for w in r if w.pairing == one) for r in roles))
     return tuple(
         replace(
             _at(goals[0], back),
             component=back.component,
             count=seen.wanted.get(back.component, sum(w.replicas for w in seen.of(back.component))),
         )
-        for back in found
+        for back in kept[best]
         if back is not None
     )
 
