@@ -139,7 +139,7 @@ def test_scrapers_reach_the_port_of_metrics_alone_once_every_pod_has_one() -> No
 def test_the_operator_asks_each_pod_at_the_port_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    async def text(reader: FactReader, url: str, pod: Pod) -> None:
+    async def text(reader: FactReader, url: str, pod: Pod, most: int = 0) -> None:
         asked.append(url)
 
     async def main() -> None:
