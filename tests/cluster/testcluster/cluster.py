@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from testcluster import binaries, certificates, images, network, state
@@ -354,8 +355,14 @@ def take_down(folder: Path) -> bool:
     for process in reversed(ours.processes):
         stop(process)
     state.remove_cgroups(ours.cgroup)
-    shutil.rmtree(folder)
+    shutil.rmtree(folder, onerror=unless_gone)
     return True
+
+
+def unless_gone(_: object, __: str, error: tuple[type[BaseException], BaseException, TracebackType]) -> None:
+    """Two runs of the tests may take down what an earlier one left, at the same time."""
+    if not issubclass(error[0], FileNotFoundError):
+        raise error[1]
 
 
 def stop(process: state.Process) -> None:
