@@ -229,6 +229,7 @@ def test_waiting_for_a_peer_is_no_stall() -> None:
     now = 500.0
     loop.turn()
     assert loop.scheduler.has_work and loop.stalled_s() == 0
+    assert loop.last_progress_s == 500, "who may run when a deadline has ended this one has not stood still until then"
     record = PrefillRecord(attempt="t", num_tokens=3, first_token=5, key_digest="", block_bytes=0)
     heard[0](Received(attempt="t", record=record, seconds=0.0))
     loop.turn()

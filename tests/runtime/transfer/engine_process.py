@@ -187,6 +187,7 @@ def call(body: dict[str, Any]) -> Any:
         case "close":
             stop.set()
             agent.close()
+            return [mover._closed.wait(10.0) and not end.is_set() for mover, end in zip(movers, ended, strict=True)]
         case other:
             raise ValueError(other)
     return None

@@ -110,6 +110,12 @@ def test_of_a_rank_that_is_lost_nothing_is_believed(start_engine: Start) -> None
     assert decode.event("a", "released", "drained")
 
 
+@pytest.mark.slow
+def test_all_ranks_close_with_the_first(start_engine: Start) -> None:
+    """Each says that nothing of it moves, and none takes the end of its channel for a loss."""
+    assert start_engine("direct", "ranks=3").call("close") == [True, True]
+
+
 def test_what_a_lost_rank_is_asked_is_answered_at_once() -> None:
     ours, theirs = channel()
     theirs.sendall(b'{"session":"127.0.0.1:1","base":4096,"transport":"tcp"}\n')

@@ -444,8 +444,9 @@ class EngineLoop:
             command = self._inbox.get(timeout=self._patience())
         except queue.Empty:
             return  # a time has come
-        if rested:
-            self.last_progress_s = self._clock()
+        finally:
+            if rested:
+                self.last_progress_s = self._clock()
         for left in range(self._inbox.qsize(), -1, -1):
             if command is None:
                 self._stopping = True

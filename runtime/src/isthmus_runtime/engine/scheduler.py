@@ -228,8 +228,8 @@ class Scheduler:
         for seq in draft.stuck:
             need = self.blocks.missing(seq, seq.known)
             message = (
-                f"needs {need} more KV blocks, {self.pool.num_free} are free and no other request holds any "
-                f"({self.pool.counts().quarantined} quarantined); retry when the peer is back"
+                f"needs {need} more KV blocks, {self.pool.num_free} are free and nothing else holds any; retry, and "
+                "report it: it was admitted as one that fits"
             )
             draft.effects += self._completion.end(seq, FinishReason.ERROR, EngineFailed(message))
         for seq, error in draft.failed:

@@ -189,7 +189,8 @@ def layout_digest(
         model_revision: digest or pinned revision of the weights, not a name that can move.
         num_kv_heads, num_layers: of the whole model, so that it does not depend on TP or PP.
         layout: ``block-major`` or ``layer-major``.
-        details: one line for each further layer kind of a hybrid model (window, width, block size).
+        details: one line for each further layer kind of a hybrid model (window, width, block size), and for what else
+            divides a block's bytes, as ranks do in Direct mode.
     """
     numbers = (block_size, num_kv_heads, head_dim, num_layers)
     parts = [_utf8(model_revision), _utf8(dtype), _utf8(layout)]

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from queue import Empty, SimpleQueue
 
 from ..credentials import Credentials
 from ..errors import ConfigError
@@ -293,6 +294,8 @@ class DirectTransfer:
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         ends_at = time.monotonic() + timeout_s
+        told: SimpleQueue[Sequence[RankAnswer]] = SimpleQueue()
+        ask_all(self._others, lambda other, then: other.close(timeout_s, then), told.put)
         ended = self._writes.close(timeout_s)
         try:
             run_bounded(self._peers.close, max(0.0, ends_at - time.monotonic()), "transfer-close")
@@ -300,9 +303,14 @@ class DirectTransfer:
             ended = False
         if self._greeter is not None:
             self._greeter.close()
+        try:
+            quiet = all(rank.ok for rank in told.get(timeout=max(0.0, ends_at - time.monotonic())))
+        except Empty:
+            quiet = False
+        if not quiet:
+            _log.warning("other ranks have not said within %g s that nothing of their KV moves", timeout_s)
         for other in self._others:
-            if not other.close(max(0.0, ends_at - time.monotonic())):
-                _log.warning("rank %d has not said that nothing of its KV moves", other.rank)
+            other.leave()
         if not ended:
             _log.warning("transfers have not ended within %g s; their memory stays registered", timeout_s)
         elif self._native is not None and self._region is not None:

@@ -90,19 +90,15 @@ class OtherRank:
         """CRC-32 of its part of the blocks, in this order. No answer from one that is lost."""
         self._say("checksum", blocks=tuple(blocks), then=lambda answer: then(answer.crc) if answer.ok else None)
 
-    def close(self, timeout_s: float) -> bool:
-        """Move nothing more. False: it has not said within `timeout_s` that nothing moves."""
+    def close(self, timeout_s: float, then: Then) -> None:
+        """Move nothing more; `ok`: nothing of it moves any more, which it waits for within `timeout_s`."""
         self._closing = True
-        ended, quiet = threading.Event(), [False]
+        self._say("close", then=then, timeout_s=timeout_s)
 
-        def closed(answer: Answer) -> None:
-            quiet[0] = answer.ok
-            ended.set()
-
-        self._say("close", then=closed, timeout_s=timeout_s)
-        ended.wait(timeout_s + TAKE_S)
+    def leave(self) -> None:
+        """Ask nothing more, whatever it has answered."""
+        self._closing = True
         self._lose("closed")
-        return quiet[0]
 
     def _say(
         self,
