@@ -29,7 +29,9 @@ print(json.dumps(report.violations))
 def _violations(cause: str) -> list[str]:
     path = [str(HERE / "storm"), str(HERE.parent / "support")]
     program = f"import sys; sys.path[:0] = {path!r}\n{_JUDGE}"
-    done = subprocess.run([sys.executable, "-c", program, cause], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program, cause], capture_output=True, text=True, timeout=60, check=True
+    )
     found: list[str] = json.loads(done.stdout)
     return found
 

@@ -23,8 +23,8 @@ from network import Network
 ANSWER_S = 1.0
 """From detection to the client's answer."""
 _NEVER_MET = "[Errno 111]"
-"""Connection refused: the request came to its engine only after that had gone. Until then it waited for another, such as
-a decode engine's reservation, so its time from the kill says nothing of how soon a loss is noticed."""
+"""Connection refused: the request came to its engine only after that had gone. Until then it waited for another one,
+such as for decode's reservation, so its time from the kill says nothing of how soon a loss is noticed."""
 _STAGE = re.compile(r'^isthmus_xfer_failures_total{.*stage="(\w+)".*} (\S+)$', re.MULTILINE)
 _IDLE_HTTP = 16
 """Connections between the router and an engine: idle ones are used again."""
