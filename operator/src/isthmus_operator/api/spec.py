@@ -300,3 +300,9 @@ class Spec(Block):
     """Logs and metrics."""
     network_policy: Toggle = Toggle.AUTO
     """Auto: only the service's own pods reach the engines and the store; clients reach the router."""
+
+
+def engine_roles(spec: Spec) -> list[tuple[str, Role]]:
+    """The roles that are set, by name."""
+    found = [("prefill", spec.roles.prefill), ("decode", spec.roles.decode), ("worker", spec.roles.worker)]
+    return [(name, role) for name, role in found if role is not None]
