@@ -361,6 +361,8 @@ def _transfer(args: argparse.Namespace, read: FlagReader, role: Role, server: Se
             secret_file=args.store_secret_file,
         ),
     )
+    if transfer.mode != "store" and not transfer.store.reads:
+        read.problems.append(f"--store-reads off: with --transfer-mode {transfer.mode} there is no pool; leave it out")
     if transfer.mode == "store" and not transfer.store.master:
         read.problems.append("--transfer-mode store needs --store-master host:port of a mooncake_master")
     if role is not Role.UNIFIED and transfer.mode == "none":

@@ -2,7 +2,7 @@
 
 A fetch takes blocks as an admitted request would, leases them to the pool's client, and makes what was read part of the
 prefix cache; then the request waits as before, and hits it. A fetch that comes to nothing costs its time alone: it has
-a deadline, requests that need no fetch go on meanwhile, and after a failure nobody fetches for a while (docs/adr/0063).
+a deadline, requests that need no fetch go on meanwhile, and after a failure nobody fetches for a while (docs/adr/0062).
 """
 
 from __future__ import annotations
