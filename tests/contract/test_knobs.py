@@ -65,6 +65,7 @@ SERVE = {
     "--store-master": "",
     "--store-segment-size": "1Gi",
     "--store-replicas": "1",
+    "--store-reads": "on",
     "--store-secret-file": "",
     "--control-tokens": "request",
     "--trust-tokenizer": "off",

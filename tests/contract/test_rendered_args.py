@@ -198,7 +198,7 @@ def test_extra_args_may_hold_only_flags_that_no_field_sets() -> None:
     }
     free = {"help", "executor", "control-tokens", "tool-format", "reasoning", "page", *TRACES, *LIMITS, *ADAPTERS}
     free |= {"task", "speculative-model"}  # of workers, which have them by extraArgs
-    free |= {"deterministic", "trust-tokenizer"}
+    free |= {"deterministic", "trust-tokenizer", "store-reads"}
     assert flags - TYPED_FLAGS == free, "a new runtime flag needs a field, or a place in this list"
     assert not TYPED_FLAGS - flags
 

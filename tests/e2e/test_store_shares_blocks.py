@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import urllib.request
 from pathlib import Path
 
 import aiohttp
 import pytest
-from processes import metric, stack
+from processes import Stack, metric, stack
 from real_models import smollm2_135m_instruct
 
 pytestmark = pytest.mark.e2e
@@ -40,3 +42,34 @@ def test_no_request_fails_for_blocks_that_another_one_stored(tmp_path: Path) -> 
         failed = [text for status, text in answers if status != 200]
         assert not failed, f"{len(failed)} of {len(answers)}: {failed[0]}"
         assert metric(running.url("decode0"), "isthmus_xfer_prompts_total", source="transferred") == len(answers)
+
+
+def ask_through(running: Stack, prefill: int, prompt: str) -> tuple[str, int]:
+    """The answer of a router that knows one of the prefill engines alone, and its cached tokens."""
+    running.all["router"].stop()
+    running.ports["prefill0"], running.prefills = running.ports[f"prefill{prefill}"], 1
+    running.spawn("router")
+    running.ready("router")
+    running._wait_paired()
+    body = {"model": "test", "prompt": prompt, "max_tokens": 12, "temperature": 0}
+    request = urllib.request.Request(
+        f"{running.url('router')}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=DEADLINE_S) as response:
+        answer = json.load(response)
+    return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_what_one_prefill_engine_has_computed_another_reads(tmp_path: Path) -> None:
+    args = ("--kv-memory", "64Mi", "--max-model-len", "512", "--threads", "1", "--dtype", "float32")
+    model, prompt = smollm2_135m_instruct(), f"{BEGINNING} Question: how long is a bridge?"
+    with stack(tmp_path, "store", executor="torch", model=model, engine_args=args, prefills=2) as running:
+        second = running.url("prefill1")
+        right, cached = ask_through(running, 0, prompt)
+        assert cached == 0
+        asked = metric(running.url("prefill0"), "isthmus_external_prefix_cache_queries_total")
+        assert asked >= 64, "the first one asked the pool, too"
+        text, cached = ask_through(running, 1, prompt)
+        assert text == right
+        assert cached == asked == metric(second, "isthmus_external_prefix_cache_hits_total")
+        assert metric(second, "vllm:prefix_cache_hits_total") == cached

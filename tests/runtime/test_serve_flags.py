@@ -62,6 +62,7 @@ def problems(argv: list[str]) -> tuple[str, ...]:
             "--kv-layout",
             "use block-major",
         ),
+        ([*UNIFIED, "--store-reads", "off"], "--store-reads", "leave it out"),
     ],
 )
 def test_each_problem_names_the_flag_and_the_limit(argv: list[str], flag: str, says: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import partialmethod
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from isthmus_runtime.engine import handoffs as handoffs_module
 from isthmus_runtime.engine.admission import Admission
 from isthmus_runtime.engine.blocks import Hits, SequenceBlocks
 from isthmus_runtime.engine.completion import Completion
+from isthmus_runtime.engine.fetches import Fetches
 from isthmus_runtime.engine.handoffs import Handoffs
 from isthmus_runtime.engine.in_flight import StepsInFlight
 from isthmus_runtime.engine.intake import Intake
@@ -81,6 +83,12 @@ def flaky_store(scenario: Scenario) -> Scenario:
 def damaged_store(scenario: Scenario) -> Scenario:
     """Values in the pool turn into others."""
     return replace(store(scenario), transfer=replace(scenario.transfer, damaged=0.2))
+
+
+def fetching(scenario: Scenario) -> Scenario:
+    """Several prefill engines, of which one has computed what another is asked for, and a pool that often fails."""
+    faults = replace(scenario.transfer, partial=0.1, never=0.2, late_s=0.5)
+    return replace(store(scenario), prefills=2, prefix_caching=True, transfer=faults, transfer_timeout_s=0.3)
 
 
 def early(scenario: Scenario) -> Scenario:
@@ -436,7 +444,40 @@ def keep_blocks_without_ticket(p: Patch) -> None:
     p.setattr(Handoffs, "awaits_ticket", lambda self, attempt: False)
 
 
+def hand_a_failed_fetch_on(p: Patch) -> None:
+    """A fetch that failed is over, whatever its call may still write."""
+    real = Fetches.ended
+    p.setattr(Fetches, "ended", lambda self, name, count, now, fault: real(self, name, count or 0, now, fault=fault))
+
+
+def show_more_than_was_fetched(p: Patch) -> None:
+    real = SequenceBlocks.show
+
+    def show(self: SequenceBlocks, seq: Sequence, first: int, count: int) -> None:
+        real(self, seq, first, len(seq.blocks[0]) - first)
+
+    p.setattr(SequenceBlocks, "show", show)
+    p.setattr(BlockPool, "end_write", partialmethod(_end_write_well, BlockPool.end_write))
+
+
+def _end_write_well(self: BlockPool, real: Callable[..., None], ids: list[int], ok: bool) -> None:
+    real(self, ids, True)
+
+
+def forget_who_fetched(p: Patch) -> None:
+    """A fetch that failed leaves its request where it is."""
+    real = Fetches.ended
+
+    def ended(self: Fetches, name: str, count: int | None, now: float, *, fault: bool) -> bool:
+        return fault or real(self, name, count, now, fault=fault)
+
+    p.setattr(Fetches, "ended", ended)
+
+
 MUTATIONS = [
+    Mutation("hand the blocks of a failed fetch on", hand_a_failed_fetch_on, shape=fetching),
+    Mutation("show more than was fetched", show_more_than_was_fetched, shape=fetching),
+    Mutation("forget whose fetch has failed", forget_who_fetched, shape=fetching),
     Mutation("receiver frees without drain", receiver_frees_without_drain, shape=flaky),
     Mutation("sender frees without drain", sender_frees_without_drain, shape=flaky),
     Mutation("publish a hash before the step ran", publish_early),
@@ -507,7 +548,20 @@ def test_a_broken_rule_is_noticed(mutation: Mutation, monkeypatch: Patch) -> Non
     pytest.fail(f"{mutation.name}: not noticed in {mutation.seeds} seeds")
 
 
-SHAPES = (memory, store, flaky, flaky_store, lossy_store, tight, busy, hybrid, tight_sliding, leaving, late_calls)
+SHAPES = (
+    memory,
+    store,
+    fetching,
+    flaky,
+    flaky_store,
+    lossy_store,
+    tight,
+    busy,
+    hybrid,
+    tight_sliding,
+    leaving,
+    late_calls,
+)
 
 
 @pytest.mark.slow

@@ -27,7 +27,8 @@ def test_every_invariant_holds_in_thousands_of_lifetimes() -> None:
     assert not proof.violations, proof.violations[0]
     assert proof.lifetimes >= LIFETIMES
     # The runs must really have been through what they claim to prove.
-    for fact in ("preemptions", "recomputes", "prefix hits", "transfers received", "transfers failed", "scale-downs"):
+    happened = ("preemptions", "recomputes", "prefix hits", "fetched", "fetches failed", "transfers received")
+    for fact in (*happened, "transfers failed", "scale-downs"):
         assert proof.facts[fact] > 0, f"{fact} never happened"
     for role in ("prefill", "decode", "router", "store"):
         assert proof.facts[f"{role} crashes"] > 0, f"no {role} crashed"

@@ -65,6 +65,7 @@ class World:
     prefix_caching: bool = True
     poison: bool = True
     late_masks: bool = False
+    fetches: bool = False
     speculative_tokens: int = 0
     max_loras: int = 0
     draft_model: DraftModel | None = None
@@ -96,6 +97,7 @@ class World:
             plan,
             self.pool,
             layout_digest="fake",
+            fetches=self.fetches,
             late_masks=self.late_masks,
             draft_model=self.draft_model,
             max_loras=self.max_loras,

@@ -149,6 +149,8 @@ class StoreConfig:
     segment_bytes: int = 1 << 30
     """Host memory this process lends to the pool."""
     replicas: int = 1
+    reads: bool = True
+    """Whether prompts that are computed here are read from the pool first, as far as it has them."""
     secret_file: str = ""
     """File with a secret of the service, 16 bytes or more: salts names in the pool and seals values. Empty: neither."""
 

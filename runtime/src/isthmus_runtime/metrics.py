@@ -214,6 +214,19 @@ class EngineMetrics:
         self.prefix_hits = names.counter(
             "prefix_cache_hits", "Prompt tokens found in the prefix cache.", vllm="prefix_cache_hits"
         )
+        self.fetch_queries = names.counter(
+            "external_prefix_cache_queries",
+            "Prompt tokens that the storage pool was asked for before they are computed.",
+            vllm="external_prefix_cache_queries",
+        )
+        self.fetch_hits = names.counter(
+            "external_prefix_cache_hits",
+            "Prompt tokens that the storage pool gave, into the prefix cache.",
+            vllm="external_prefix_cache_hits",
+        )
+        self.fetch_failures = names.counter(
+            "external_prefix_cache_failures", "Times that the storage pool gave nothing, for a fault."
+        )
         self.preemptions = names.counter(
             "num_preemptions", "Requests preempted and recomputed.", vllm="num_preemptions"
         )

@@ -144,6 +144,9 @@ def _add_transfer_flags(transfer: argparse._ArgumentGroup) -> None:
     transfer.add_argument("--store-master", default="", help="host:port of mooncake_master")
     transfer.add_argument("--store-segment-size", default="1Gi")
     transfer.add_argument("--store-replicas", default="1")
+    transfer.add_argument(
+        "--store-reads", default="on", choices=["on", "off"], help="read what the pool has of a prompt, not compute it"
+    )
     transfer.add_argument("--store-secret-file", default="", help="the service's secret: salts names, seals values")
 
 
@@ -354,9 +357,12 @@ def _transfer(args: argparse.Namespace, read: FlagReader, role: Role, server: Se
             master=args.store_master,
             segment_bytes=read.size("store_segment_size"),
             replicas=read.integer("store_replicas", 1),
+            reads=args.store_reads == "on",
             secret_file=args.store_secret_file,
         ),
     )
+    if transfer.mode != "store" and not transfer.store.reads:
+        read.problems.append(f"--store-reads off: with --transfer-mode {transfer.mode} there is no pool; leave it out")
     if transfer.mode == "store" and not transfer.store.master:
         read.problems.append("--transfer-mode store needs --store-master host:port of a mooncake_master")
     if role is not Role.UNIFIED and transfer.mode == "none":

@@ -22,7 +22,15 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from isthmus_runtime.config import StoreConfig, TransferConfig
-from isthmus_runtime.interfaces.handoff import BlockRef, HandoffEvent, PromptResult, Received, ReceiveJob, SendJob
+from isthmus_runtime.interfaces.handoff import (
+    BlockRef,
+    FetchJob,
+    HandoffEvent,
+    PromptResult,
+    Received,
+    ReceiveJob,
+    SendJob,
+)
 from isthmus_runtime.interfaces.transport import KvRegion
 from isthmus_runtime.kv.keys import pool_name, pool_secret
 from isthmus_runtime.protocol.calls import CommitCall
@@ -165,6 +173,9 @@ def call(body: dict[str, Any]) -> Any:
             agent.send_blocks(attempt, refs(body["blocks"]), now)
         case "finish_send":
             agent.finish_send(attempt, PromptResult(num_tokens=body["tokens"], first_token=11), now)
+        case "fetch":
+            deadline = now + body.get("deadline", 60.0)
+            agent.fetch(FetchJob(attempt=attempt, blocks=refs(body["blocks"]), deadline_s=deadline), now)
         case "commit":
             agent.commit(CommitCall(request_id="r", attempt=attempt, ok=body["ok"], stage=body.get("stage", "")), now)
         case "cancel":
@@ -172,7 +183,7 @@ def call(body: dict[str, Any]) -> Any:
         case "is_drained":
             return agent.is_drained(attempt)
         case "exist":
-            return [int(there) for there in backend._moves._open.lease(body["keys"])]  # type: ignore[attr-defined]
+            return backend._moves._open.lease(body["keys"])  # type: ignore[attr-defined]
         case "remove":
             return backend._pool.store.batch_remove(body["keys"], True)  # type: ignore[attr-defined]
         case "damage":

@@ -17,6 +17,7 @@ from isthmus_runtime.interfaces.transport import KvRegion
 from isthmus_runtime.kv.keys import pool_secret
 from isthmus_runtime.transfer.factory import store_secret
 from isthmus_runtime.transfer.pool_codes import explain
+from isthmus_runtime.transfer.pool_moves import CHUNK_KEYS
 from isthmus_runtime.transfer.scoped_keys import is_scoped
 from isthmus_runtime.transfer.store import StoreTransfer
 
@@ -52,11 +53,17 @@ def open_pair(prefill: Any, decode: Any, attempt: str, keys: list[str], *, mine:
 
 
 def transfer(
-    prefill: Any, decode: Any, attempt: str, keys: list[str] | None = None, *, mine: list[int] = MINE
+    prefill: Any,
+    decode: Any,
+    attempt: str,
+    keys: list[str] | None = None,
+    *,
+    mine: list[int] = MINE,
+    theirs: list[int] = THEIRS,
 ) -> dict[str, Any]:
     """One attempt from start to result, on decode's side if prefill succeeded."""
     keys = keys or keys_of(attempt)
-    open_pair(prefill, decode, attempt, keys, mine=mine, theirs=THEIRS[: len(mine)])
+    open_pair(prefill, decode, attempt, keys, mine=mine, theirs=theirs[: len(mine)])
     prefill.call("finish_send", attempt=attempt, tokens=53)
     sent = prefill.event(attempt, "sent", "failed")
     decode.call("commit", attempt=attempt, ok=sent["event"] == "sent", stage=sent["stage"])
@@ -87,6 +94,76 @@ def test_full_blocks_stay_and_what_belongs_to_the_attempt_is_removed(start_engin
     for engine in (prefill, decode):
         engine.event("b", "released")
         assert engine.call("live") == 0
+
+
+def fetch(engine: Any, name: str, keys: list[str], blocks: list[int], **more: Any) -> dict[str, Any]:
+    engine.call("fetch", attempt=name, blocks=rows(keys, blocks), **more)
+    got: dict[str, Any] = engine.event(name, "fetched")
+    return got
+
+
+def test_another_engine_fetches_the_blocks_that_one_has_put(start_engine: Start, master: Any) -> None:
+    prefill, decode, other = (start_engine("store", master=master.address) for _ in range(3))
+    prefill.call("fill", blocks=MINE, seed=1)
+    assert transfer(prefill, decode, "a")["event"] == "received"
+    other.call("fill", blocks=THEIRS, seed=9)
+    before = other.call("crc", blocks=THEIRS)
+    keys = ["p:0", "p:1", "nobody:2", "p:2"]
+    got = fetch(other, "f", keys, THEIRS)
+    assert (got["blocks"], got["problem"]) == (2, ""), "what lies behind a gap is of no use"
+    assert other.event("f", "released")["drained"]
+    right = prefill.call("crc", blocks=MINE)
+    assert other.call("crc", blocks=THEIRS) == right[:2] + before[2:]
+    assert fetch(other, "all", ["p:0", "p:1", "p:2"], THEIRS[:3])["blocks"] == 3
+    assert other.call("crc", blocks=THEIRS[:3]) == right[:3]
+    assert fetch(other, "none", ["nobody:0"], THEIRS[:1])["blocks"] == 0
+    for name in ("all", "none"):
+        assert other.event(name, "released")["drained"]
+    assert other.call("live") == 0 and other.call("exist", keys=keys) == [1, 1, 0, 1]
+
+
+def test_more_blocks_than_go_into_one_call_are_fetched(start_engine: Start, master: Any) -> None:
+    count = 2 * CHUNK_KEYS + 5
+    size = {"blocks": 2 * count, "block_bytes": 1024}
+    prefill, decode, other = (start_engine("store", master=master.address, **size) for _ in range(3))
+    mine, theirs = list(range(1, count + 1)), list(range(count, 2 * count))
+    prefill.call("fill", blocks=mine, seed=3)
+    keys = [f"long:{i}" for i in range(count)]
+    assert transfer(prefill, decode, "a", keys, mine=mine, theirs=theirs)["event"] == "received"
+    assert fetch(other, "f", keys, mine)["blocks"] == count
+    assert other.call("crc", blocks=mine) == prefill.call("crc", blocks=mine)
+    assert other.call("remove", keys=keys[CHUNK_KEYS + 3 : CHUNK_KEYS + 4]) == [0]
+    assert fetch(other, "g", keys, mine)["blocks"] == CHUNK_KEYS + 3
+
+
+def test_a_damaged_block_is_not_taken_and_goes(start_engine: Start, master: Any) -> None:
+    prefill, decode, other = (start_engine("store", master=master.address) for _ in range(3))
+    prefill.call("fill", blocks=MINE, seed=1)
+    assert transfer(prefill, decode, "a")["event"] == "received"
+    assert other.call("damage", key="p:1") == [0]
+    got = fetch(other, "f", ["p:0", "p:1", "p:2"], THEIRS[:3])
+    assert got["blocks"] == 0 and "p:1 is damaged" in got["problem"] and not got["given_up"]
+    assert other.event("f", "released")["drained"]
+    assert other.call("exist", keys=["p:0", "p:1", "p:2"]) == [1, 0, 1]
+
+
+def test_a_fetch_ends_with_the_master_and_when_nobody_wants_it(start_engine: Start, master: Any) -> None:
+    prefill, decode, other = (start_engine("store", master=master.address) for _ in range(3))
+    prefill.call("fill", blocks=MINE, seed=1)
+    assert transfer(prefill, decode, "a")["event"] == "received"
+    master.process.send_signal(signal.SIGSTOP)
+    other.call("fetch", attempt="f", blocks=rows(["p:0", "p:1"], THEIRS[:2]), deadline=SLOW_S)
+    other.call("cancel", attempt="f")
+    got = other.event("f", "fetched")
+    assert got["blocks"] == 0 and got["given_up"], got
+    master.process.send_signal(signal.SIGCONT)
+    wait_until(lambda: other.call("live") == 0, "the fetch has drained")
+    master.process.kill()
+    began = time.monotonic()
+    got = fetch(other, "g", ["p:0", "p:1"], THEIRS[:2], deadline=SLOW_S)
+    assert got["problem"] and not got["given_up"], got
+    assert time.monotonic() - began < AT_ONCE_S
+    wait_until(lambda: other.call("live") == 0, "the fetch has drained", SLOW_S)
 
 
 def test_an_engine_is_ready_when_the_pool_gave_back_what_was_put(start_engine: Start, master: Any) -> None:

@@ -138,6 +138,7 @@ def start_engine(
         layout_digest=loaded.digest,
         kv_heads=loaded.kv_heads,
         recompute=config.transfer.on_failure == "recompute",
+        fetches=config.transfer.mode == "store" and config.transfer.store.reads,
         late_masks=config.tensor_parallel_size == 1,
         max_loras=config.lora.max_loras,
         draft_model=draft_model,

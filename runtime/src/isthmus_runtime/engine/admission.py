@@ -6,6 +6,7 @@ from ..interfaces.steps import RowStart
 from ..kv.groups import ceil_div
 from .aging import Aging
 from .blocks import Hits, SequenceBlocks
+from .fetches import Fetches
 from .handoffs import Handoffs
 from .in_flight import StepDraft
 from .pace import Pace
@@ -23,13 +24,20 @@ class Admission:
     """Gives rows to arrived and waiting requests, and reserves blocks for prompts that a peer computes."""
 
     def __init__(
-        self, queues: Queues, blocks: SequenceBlocks, handoffs: Handoffs, preemption: Preemption, pace: Pace
+        self,
+        queues: Queues,
+        blocks: SequenceBlocks,
+        handoffs: Handoffs,
+        preemption: Preemption,
+        pace: Pace,
+        fetches: Fetches,
     ) -> None:
         self._queues = queues
         self._blocks = blocks
         self._handoffs = handoffs
         self._preemption = preemption
         self._pace = pace
+        self._fetches = fetches
         self._pool = blocks.pool
         self._row_turns = Aging(queues, queues.ready, queues.waiting, concerns=lambda seq: not seq.receives)
         self._waiting_turns = Aging(queues, queues.waiting)
@@ -105,11 +113,14 @@ class Admission:
                 return
 
     def _admit_local(self, seq: Sequence, draft: StepDraft) -> bool:
-        """Start a request whose prompt is computed here. False: it must wait."""
+        """Start a request whose prompt is computed here, or a fetch for it. False: it must wait."""
         self._blocks.hash_prompt(seq, moves=seq.kind is Kind.SEND)
         # A hit leaves one token to compute, and where prompt tokens are to be scored, whose scores are not known.
         most = len(seq.tokens) - 1
-        hits = self._blocks.find_hits(seq, most if seq.scores is None else min(most, len(seq.scores)))
+        most = most if seq.scores is None else min(most, len(seq.scores))
+        hits = self._blocks.find_hits(seq, most)
+        if self._fetches_first(seq, hits, most, draft):
+            return True
         fresh = max(0, self._blocks.peak(len(seq.tokens) + 1) - hits.held)
         if self.free() < fresh + hits.evictable:
             return False
@@ -122,6 +133,21 @@ class Admission:
         self._take_hits(seq, hits)
         self._queues.promise(seq, fresh)
         self._start(seq, count, draft)
+        return True
+
+    def _fetches_first(self, seq: Sequence, hits: Hits, most: int, draft: StepDraft) -> bool:
+        """Whether the request waits for the storage pool, which may have more of its prompt than `hits`. As a receiver,
+        it takes no blocks that others need to go on."""
+        first = self._fetches.first_missing(seq, hits, most, draft.now)
+        if first is None:
+            return False
+        if self._fetches.under_way(first):
+            return True
+        need = most // self._blocks.block_size - len(hits.blocks[0])
+        room = self._leaves_room(hits.held + need)
+        if self._fetches.full or not room or self.free() < need + hits.evictable + len(self._queues.running):
+            return False  # it is computed, if it can start
+        draft.effects.append(self._fetches.begin(seq, hits, most, draft.now))
         return True
 
     def chunk(self, start: int, wanted: int, draft: StepDraft) -> int:

@@ -173,6 +173,12 @@ class SequenceBlocks:
         self._written.append((seq, seq.blocks, seq.published, full))
         seq.published = full
 
+    def show(self, seq: Sequence, first: int, count: int) -> None:
+        """Make `count` blocks from index `first` on visible, which were read whole. Where there is one group."""
+        for i in range(first, first + count):
+            tokens = seq.tokens[i * self.block_size : (i + 1) * self.block_size]
+            self.pool.publish(seq.blocks[0][i], seq.hashes[i], group=0, token_ids=tokens)
+
     def publish(self) -> None:
         """Make the hashes of the noted blocks visible. Their requests may have ended; nobody has their blocks yet."""
         bs = self.block_size

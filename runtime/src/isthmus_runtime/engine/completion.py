@@ -178,6 +178,8 @@ class Completion:
             self._handoffs.released(seq.attempt, True)
         elif seq.attempt and self._handoffs.open(seq.attempt):
             effects.append(CancelAttempt(seq.attempt, error.message))
+        if seq.phase is Phase.FETCHING:
+            effects.append(CancelAttempt(seq.fetch, error.message))
         self._in_flight.ended_early(seq)
         self.forget(seq)
         effects.append((seq.sid, TokenChunk(finish_reason=reason, error=error)))

@@ -10,12 +10,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from ..errors import EngineFailed, RequestError, TransferFailed
-from ..interfaces.handoff import Drained, Failed, HandoffEvent, KvHandoff, Received, Released, Sent
+from ..interfaces.handoff import Drained, Failed, Fetched, HandoffEvent, KvHandoff, Received, Released, Sent
 from ..protocol.calls import PrefillAnswer
 from ..protocol.ticket import Ticket
 from ..request import FinishReason, TokenChunk
 from .scheduler import Scheduler
-from .sequence import CancelAttempt, Effect, Emit, FinishSend, OpenReceive, SendBlocks
+from .sequence import CancelAttempt, Effect, Emit, FinishSend, OpenFetch, OpenReceive, SendBlocks
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Exchange:
             replies, self._replies = self._replies, []
             self._sink(replies)
 
-    def _move(self, effect: OpenReceive | SendBlocks | FinishSend | CancelAttempt, now: float) -> None:
+    def _move(self, effect: OpenReceive | OpenFetch | SendBlocks | FinishSend | CancelAttempt, now: float) -> None:
         """Pass on what concerns KV of others."""
         assert self._handoff is not None
         match effect:
@@ -77,6 +77,8 @@ class Exchange:
                 except RequestError as error:
                     ended = self._scheduler.refuse_receive(job.attempt, error)
                     self._replies += [e for e in ended if isinstance(e, tuple)]
+            case OpenFetch(job):
+                self._handoff.fetch(job, now)
             case SendBlocks(attempt, blocks):
                 self._handoff.send_blocks(attempt, blocks, now)
             case FinishSend(attempt, result):
@@ -102,6 +104,10 @@ class Exchange:
                         prompt_logprobs=seq.take_scores(),
                     )
                     self._sink([(attempt, answer)])
+            case Fetched(attempt=attempt, blocks=blocks, problem=problem, given_up=given_up):
+                if problem and not given_up:
+                    log.info("nothing was read from the storage pool (%s): %s", attempt, problem)
+                self._scheduler.fetched(attempt, None if problem else blocks, now, fault=bool(problem) and not given_up)
             case Failed(attempt=attempt, stage=stage, reason=reason, given_up=given_up):
                 if given_up and attempt not in self._scheduler.queues.live:
                     # The answer to a request that ended here: neither a failure nor late.

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
 
-from ..interfaces.handoff import BlockRef, PromptResult, ReceiveJob
+from ..interfaces.handoff import BlockRef, FetchJob, PromptResult, ReceiveJob
 from ..kv.keys import extra_keys, full_block_keys, root_hash, tail_key
 from ..request import TokenLogprobs
 from .blocks import SequenceBlocks
-from .sequence import Effect, FinishSend, OpenReceive, SendBlocks, Sequence
+from .sequence import Effect, FinishSend, OpenFetch, OpenReceive, SendBlocks, Sequence
 
 
 @dataclass(slots=True)
@@ -125,12 +125,37 @@ class Handoffs:
         hold.ids = []
         return True
 
-    def detach(self, seq: Sequence) -> list[int]:
-        """The request leaves while a peer writes: its local hits come back to the caller, the rest stays held."""
-        hold = self._holds[seq.attempt]
+    def detach(self, seq: Sequence, attempt: str) -> list[int]:
+        """The request leaves while it is written for `attempt`: its local hits come back to the caller, the rest stays
+        held."""
+        hold = self._holds[attempt]
         kept = set(hold.ids)
         ids = [b for b in self._blocks.take_all(seq) if b not in kept]
         return ids
+
+    # ------------------------------------------------------------------------------------------------------- fetch
+
+    def fetch(self, seq: Sequence, last: int, deadline_s: float) -> Effect:
+        """Take blocks for prompt blocks beyond the local hits and before `last`, lease them to the storage pool's
+        client, and describe the job. Where there is one KV group."""
+        own = seq.blocks[0]
+        first = len(own)
+        ids = self._pool.allocate(last - first).blocks
+        own.extend(ids)
+        self._pool.lease_write(ids)
+        self._holds[seq.fetch] = _Hold(receiving=True, ids=list(ids))
+        blocks = tuple(self._refs(seq, 0, range(first, last)))
+        return OpenFetch(FetchJob(attempt=seq.fetch, blocks=blocks, deadline_s=deadline_s))
+
+    def fetched(self, seq: Sequence, count: int) -> None:
+        """The first `count` blocks of the job are whole, and visible from now on. All are the request's own again."""
+        hold = self._holds[seq.fetch]
+        assert hold.receiving and not hold.arrived and not hold.quarantined, f"{seq.fetch} came to its end twice"
+        self._pool.end_write(hold.ids[:count], ok=True)
+        self._pool.end_write(hold.ids[count:], ok=False)
+        self._blocks.show(seq, len(seq.blocks[0]) - len(hold.ids), count)
+        hold.arrived = True
+        hold.ids = []
 
     # -------------------------------------------------------------------------------------------------------- send
 

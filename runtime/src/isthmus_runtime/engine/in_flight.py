@@ -22,6 +22,7 @@ class StepDraft:
 
     budget: int
     """Tokens that may still be added."""
+    now: float = 0.0
     prompts: PromptBudget | None = None
     """What prompts may still take of its time; None: none has asked yet."""
     work: Work = field(default_factory=list)
@@ -92,6 +93,7 @@ class StepDraft:
         rows = {seq.row for seq, _, _ in work}
         return StepDraft(
             self.budget,
+            self.now,
             self.prompts,
             work,
             [start for start in self.starts if start.row in rows],

@@ -308,7 +308,7 @@ class EngineLoop:
         if not self.scheduler.has_work:
             return True
         queues = self.scheduler.queues
-        return not (self._in_flight or self._wake) and queues.receiving + queues.sending > 0
+        return not (self._in_flight or self._wake) and queues.receiving + queues.sending + queues.fetching > 0
 
     def _check_moves_kv(self) -> KvHandoff:
         if self._handoff is None:

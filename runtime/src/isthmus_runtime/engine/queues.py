@@ -39,7 +39,7 @@ class Queues:
         """Free ones."""
         self.receivers = 0
         """Requests in `waiting` that need no row, because a peer computes their prompt."""
-        self.receiving = self.sending = 0
+        self.receiving = self.sending = self.fetching = 0
         """Requests in a transfer."""
         self.promised = 0
         """Blocks that admitted requests may still take for their prompts."""
@@ -79,8 +79,9 @@ class Queues:
             if seq.adapter:
                 self.adapters.stopped(seq.adapter)
         self.promise(seq, 0)
-        receiving = seq.phase is Phase.RECEIVING
-        self._in_flight.release(seq, self._handoffs.detach(seq) if receiving else self._blocks.take_all(seq))
+        written = {Phase.RECEIVING: seq.attempt, Phase.FETCHING: seq.fetch}.get(seq.phase)
+        mine = self._blocks.take_all(seq) if written is None else self._handoffs.detach(seq, written)
+        self._in_flight.release(seq, mine)
         seq.run += 1
 
     def promise(self, seq: Sequence, count: int) -> None:
@@ -100,6 +101,7 @@ class Queues:
             (Phase.RUNNING, len(self.running)),
             (Phase.RECEIVING, self.receiving),
             (Phase.SENDING, self.sending),
+            (Phase.FETCHING, self.fetching),
         ):
             assert phases.count(phase) == count, f"{phases.count(phase)} requests are {phase}, counted {count}"
         self.adapters.check(
@@ -113,3 +115,5 @@ class Queues:
             self.receiving += change
         elif phase is Phase.SENDING:
             self.sending += change
+        elif phase is Phase.FETCHING:
+            self.fetching += change

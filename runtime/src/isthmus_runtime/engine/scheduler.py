@@ -35,6 +35,7 @@ from .completion import TICKET_S, Completion
 from .continuation import Continuation
 from .draft_model import DraftModel
 from .drafts import FIRST_FORCED, Speculation
+from .fetches import Fetches
 from .handoffs import Handoffs
 from .in_flight import StepDraft, StepsInFlight
 from .intake import Intake
@@ -60,11 +61,13 @@ class Scheduler:
         layout_digest: str = "",
         kv_heads: int = 1,
         recompute: bool = True,
+        fetches: bool = False,
         late_masks: bool = False,
         max_loras: int = 0,
         draft_model: DraftModel | None = None,
     ) -> None:
-        """`late_masks`: the executor waits for masks before it draws, so that their rows are planned ahead, too.
+        """`fetches`: prompts are read from a storage pool as far as it has them (needs one group without a window).
+        `late_masks`: the executor waits for masks before it draws, so that their rows are planned ahead, too.
 
         `draft_model`: guesses tokens; None: each request's come from its own text, if any are wanted. `max_loras`:
         slots that the executor has for adapters.
@@ -80,7 +83,9 @@ class Scheduler:
         self.pace = Pace(config.max_step_s)
         self._intake = Intake(config, plan.max_model_len, self.blocks)
         self._preemption = Preemption(self.queues, self.blocks, self.handoffs, self.steps)
-        self._admission = Admission(self.queues, self.blocks, self.handoffs, self._preemption, self.pace)
+        enabled = fetches and pool.prefix_caching and [group.window for group in plan.groups] == [None]
+        self._fetches = Fetches(self.queues, self.blocks, self.handoffs, self._look_again, enabled=enabled)
+        self._admission = Admission(self.queues, self.blocks, self.handoffs, self._preemption, self.pace, self._fetches)
         self._speculation = Speculation(config.speculative_tokens, self.pace.times, draft_model)
         self._continuation = Continuation(
             self.queues, self.blocks, self.steps, self._admission, self._preemption, self._speculation, late_masks
@@ -206,11 +211,11 @@ class Scheduler:
         """Plan the next step: running requests first, then arrived and waiting ones. None when nothing can run."""
         self.settle()
         preempted = self._preemption.count
-        draft = self._draft()
+        draft = self._draft(now)
         if not draft.work and (draft.stuck or self._preemption.count > preempted):
             # A request gave its own blocks up: others may be admitted now.
             effects = draft.effects
-            draft = self._draft()
+            draft = self._draft(now)
             draft.effects[:0] = effects
         if not draft.work:
             return None, draft.effects
@@ -218,8 +223,8 @@ class Scheduler:
         self.pace.submitted(plan, now)
         return plan, draft.effects
 
-    def _draft(self) -> StepDraft:
-        draft = StepDraft(self.config.max_batched_tokens)
+    def _draft(self, now: float) -> StepDraft:
+        draft = StepDraft(self.config.max_batched_tokens, now)
         preempted = self._preemption.count
         self.adapters.begin()
         self._continuation.plan(draft)
@@ -367,6 +372,10 @@ class Scheduler:
         self._completion.forget(seq)
         return seq
 
+    def fetched(self, attempt: str, blocks: int | None, now: float, *, fault: bool) -> None:
+        """The storage pool gave the first `blocks` of a fetch, or (None) it failed: its request waits as before."""
+        self._unknown += not self._fetches.ended(attempt, blocks, now, fault=fault)
+
     def released(self, attempt: str, drained: bool) -> None:
         """The handoff will not touch the blocks again, or (drained False) only the peer may."""
         self._unknown += not self.handoffs.released(attempt, drained)
@@ -413,6 +422,10 @@ class Scheduler:
             never_fit=self._intake.never_fit,
             prefix_queries=self._admission.prefix_queries,
             prefix_hits=self._admission.prefix_hits,
+            fetching=queues.fetching,
+            fetch_queries=self._fetches.queries,
+            fetch_hits=self._fetches.hits,
+            fetch_failures=self._fetches.failures,
             recomputes=self._recomputes,
             unknown_events=self._unknown,
             drafted=self._speculation.drafted,
@@ -427,3 +440,4 @@ class Scheduler:
         if not self.has_work and self.handoffs.idle():
             counts = self.pool.counts()
             assert counts.owned == counts.writing == 0, f"idle, yet blocks are held: {counts}"
+            self._fetches.check()

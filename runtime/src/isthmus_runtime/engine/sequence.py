@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from ..interfaces.handoff import BlockRef, PromptResult, ReceiveJob
+from ..interfaces.handoff import BlockRef, FetchJob, PromptResult, ReceiveJob
 from ..interfaces.steps import Masks
 from ..request import GenerateRequest, TokenChunk, TokenLogprobs
 from .drafters import Drafter, ModelDrafter
@@ -29,6 +29,8 @@ class Phase(StrEnum):
 
     WAITING = "waiting"
     """Holds no block and no row."""
+    FETCHING = "fetching"
+    """Holds blocks into which the beginning of its prompt is read from the storage pool; no row."""
     RECEIVING = "receiving"
     """Holds blocks a peer writes into; no row."""
     UNTOLD = "untold"
@@ -108,6 +110,8 @@ class Sequence:
     """SEND: prompt blocks handed to the transfer so far (skipped ones included)."""
     last_step: int = 0
     """Newest step that contains it."""
+    fetched: bool = False
+    """The storage pool was asked for its prompt, or need not be: it is once."""
     cached_tokens: int = 0
     note: str = "local"
     started: bool = False
@@ -168,6 +172,11 @@ class Sequence:
         return self.tokens
 
     @property
+    def fetch(self) -> str:
+        """Names its fetch, which may run beside an attempt to send its KV on."""
+        return f"{self.sid}/fetch"
+
+    @property
     def known(self) -> int:
         """Positions that have a token, counting those still in flight."""
         return len(self.tokens) + self.unseen
@@ -190,6 +199,13 @@ class OpenReceive:
     """Blocks are reserved: open the receiving leg, then tell the router."""
 
     job: ReceiveJob
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFetch:
+    """Blocks are reserved: read into them what the storage pool has."""
+
+    job: FetchJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +232,7 @@ class CancelAttempt:
     reason: str
 
 
-Effect = Emit | OpenReceive | SendBlocks | FinishSend | CancelAttempt
+Effect = Emit | OpenReceive | OpenFetch | SendBlocks | FinishSend | CancelAttempt
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +249,14 @@ class SchedulerStats:
     """Prompt tokens looked up in the prefix cache."""
     prefix_hits: int
     """Prompt tokens found there."""
+    fetching: int
+    """Requests whose prompt's beginning is being read from the storage pool."""
+    fetch_queries: int
+    """Prompt tokens that the storage pool was asked for."""
+    fetch_hits: int
+    """Prompt tokens that it gave, into the prefix cache."""
+    fetch_failures: int
+    """Times that it gave nothing, for a fault."""
     recomputes: int
     """Requests whose KV did not arrive and that computed their prompt again."""
     unknown_events: int

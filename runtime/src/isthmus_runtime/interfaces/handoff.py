@@ -53,6 +53,17 @@ class ReceiveJob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FetchJob:
+    """Either side: take from a storage pool what it has of a prompt that is to be computed here."""
+
+    attempt: str
+    """Names the fetch; no attempt to move a prompt between engines has this name."""
+    blocks: tuple[BlockRef, ...]
+    """Full blocks of the prompt, in its order, with the keys they must carry."""
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PromptResult:
     """What the engine knows when a prompt is computed. The handoff makes the record of it, from what it moved."""
 
@@ -83,6 +94,19 @@ class Received:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Fetched:
+    """A fetch has come to its end."""
+
+    attempt: str
+    blocks: int
+    """So many leading blocks of the job are here and whole; of the others nothing is known."""
+    problem: str = ""
+    """Why it failed; empty: the pool has no more of them."""
+    given_up: bool = False
+    """Failed not for a fault: nobody wants it any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
     """The KV did not move."""
 
@@ -109,9 +133,9 @@ class Drained:
     attempt: str
 
 
-HandoffEvent = Sent | Received | Failed | Released | Drained
-"""What the handoff tells the engine loop. Each attempt gets at most one result (`Sent`, `Received` or `Failed`), then
-exactly one `Released`."""
+HandoffEvent = Sent | Received | Fetched | Failed | Released | Drained
+"""What the handoff tells the engine loop. Each attempt gets at most one result (`Sent`, `Received`, `Fetched` or
+`Failed`), then exactly one `Released`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +168,9 @@ class KvHandoff(Protocol):
 
     def open_receive(self, job: ReceiveJob, now: float) -> Ticket:
         """Start a receiving leg and describe to the peer where to write."""
+
+    def fetch(self, job: FetchJob, now: float) -> None:
+        """Read the longest run of the job's first blocks that the storage pool has, where there is one."""
 
     def commit(self, call: CommitCall, now: float) -> None:
         """The router's word: prefill has sent, or failed."""

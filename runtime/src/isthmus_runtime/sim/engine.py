@@ -158,7 +158,12 @@ class VirtualEngine:
             blocks, num_groups=len(plan.groups), prefix_caching=scenario.prefix_caching, events=self.published
         )
         self.scheduler = Scheduler(
-            _scheduler_config(scenario), plan, self.pool, layout_digest=self.layout, recompute=scenario.recompute
+            _scheduler_config(scenario),
+            plan,
+            self.pool,
+            layout_digest=self.layout,
+            recompute=scenario.recompute,
+            fetches=scenario.mode == "store",
         )
         self.backend = connect(self)
         self.backend.prepare(self.executor.kv_region(), 1.0)

@@ -78,6 +78,8 @@ def _check_holds(engine: VirtualEngine) -> None:
     for seq in scheduler.live():
         if seq.phase is Phase.RECEIVING:
             receiving.add(seq.sid)
+        elif seq.phase is Phase.FETCHING:
+            receiving.add(seq.fetch)
         for ids in seq.blocks:
             _count(refs, ids)
             if seq.phase is Phase.RUNNING and len(ids) * engine.block_size < seq.scheduled:
@@ -120,6 +122,7 @@ def _check_orphans(engine: VirtualEngine) -> None:
     """An attempt outlives its request only for as long as its transfer may take to stop."""
     live = {seq.attempt for seq in engine.scheduler.live() if seq.phase in (Phase.RECEIVING, Phase.RUNNING)}
     live |= {seq.attempt for seq in engine.scheduler.live() if seq.kind is Kind.SEND}
+    live |= {seq.fetch for seq in engine.scheduler.live() if seq.phase is Phase.FETCHING}
     orphans: dict[str, float] = {}
     for attempt, hold in engine.scheduler.handoffs._holds.items():
         if attempt in live or hold.quarantined:

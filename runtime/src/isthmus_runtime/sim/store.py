@@ -282,6 +282,32 @@ class StoreTransfer:
 
         self.store.begin(operation, timeout_s, apply, done)
 
+    def fetch(self, attempt: str, pieces: Sequence[Piece], timeout_s: float, done: Done) -> None:
+        """Get the longest run of the first blocks that are there."""
+        names = ("partial", "never", "stale", "evicted", "delay", "duplicate")
+        operation = StoreOperation(attempt, None, self, pieces, self.store.draw(names))
+
+        def apply() -> TransferResult:
+            problem = self._blocked(operation)
+            if problem:
+                return TransferResult(ok=False, moved_bytes=0, reason=problem)
+            moved = 0
+            for number, piece in enumerate(pieces):
+                data = None if operation.fault in ("evicted", "stale") else self.store.get(piece.key)
+                if data is None:
+                    break
+                self._land(attempt, piece, data[:-SEAL_BYTES])
+                if operation.fault == "partial" and number >= len(pieces) // 2:
+                    return TransferResult(ok=False, moved_bytes=moved, reason="injected: partly read")
+                if not whole(piece.key, data):
+                    self.store.remove_damaged(piece.key)
+                    reason = f"block {piece.key} is damaged in the pool"
+                    return TransferResult(ok=False, moved_bytes=moved, reason=reason)
+                moved += piece.nbytes
+            return TransferResult(ok=True, moved_bytes=moved)
+
+        self.store.begin(operation, timeout_s, apply, done)
+
     def _blocked(self, operation: StoreOperation) -> str:
         if operation.cancelled:
             return "cancelled"

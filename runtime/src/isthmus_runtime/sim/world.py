@@ -278,6 +278,8 @@ class World:
             facts["preemptions"] += stats.preemptions
             facts["recomputes"] += stats.recomputes
             facts["prefix hits"] += stats.prefix_hits
+            facts["fetched"] += stats.fetch_hits
+            facts["fetches failed"] += stats.fetch_failures
             facts["transfers received"] += engine.agent.stats().received
             facts["transfers failed"] += engine.agent.stats().failed
         ends = Counter(client.outcome for client in self.clients)

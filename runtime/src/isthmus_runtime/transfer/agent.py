@@ -17,6 +17,8 @@ from ..config import TransferConfig
 from ..interfaces.handoff import (
     BlockRef,
     Failed,
+    Fetched,
+    FetchJob,
     HandoffEvent,
     HandoffStats,
     PromptResult,
@@ -29,12 +31,12 @@ from ..interfaces.transport import CLOSE_S, KvRegion, Piece, TransferResult
 from ..protocol.calls import CommitCall
 from ..protocol.ticket import Ticket
 from . import leg as lg
-from .attempts import Ended, Receiving, Sending, ticket_problem
+from .attempts import Ended, Fetching, Receiving, Sending, ticket_problem
 from .backend import TransferBackend
 from .checksums import AskRank, Checksums
 from .record import pack_record
 
-_Attempt = Sending | Receiving
+_Attempt = Sending | Receiving | Fetching
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +131,17 @@ class TransferAgent:
             self._attempts[job.attempt] = Receiving(leg, job)
         self._post(lg.Admit(job.attempt), now)
         return ticket
+
+    def fetch(self, job: FetchJob, now: float) -> None:
+        # As a prompt that is received, with nobody to wait for: its leg bounds the call, and knows when it has drained.
+        leg = lg.new_leg(
+            job.attempt, lg.Side.RECEIVE, deadline_s=job.deadline_s, timeout_s=self._cfg.timeout_s, peer_writes=False
+        )
+        with self._mutex:
+            assert job.attempt not in self._attempts, f"{job.attempt} was opened twice"
+            self._attempts[job.attempt] = Fetching(leg, job)
+        self._post(lg.Admit(job.attempt), now)
+        self._post(lg.Commit(job.attempt, True), now)
 
     def commit(self, call: CommitCall, now: float) -> None:
         if self._live(call.attempt) is not None:
@@ -258,9 +271,13 @@ class TransferAgent:
             case lg.WriteRecord(op=op):
                 assert isinstance(entry, Sending)
                 self._write_record(entry, op)
+            case lg.Read(op=op) if isinstance(entry, Fetching):
+                self._fetch(entry, op)
             case lg.Read(op=op):
                 assert isinstance(entry, Receiving)
                 self._read(entry, op)
+            case lg.Check() if isinstance(entry, Fetching):
+                self._post(lg.Checked(attempt), self._clock())  # the pool's values are each checked when they are read
             case lg.Check():
                 assert isinstance(entry, Receiving)
                 self._check(entry)
@@ -271,8 +288,12 @@ class TransferAgent:
                 self._backend.drained(
                     attempt, url, epoch, lambda ok: self._post(lg.DrainAnswer(attempt, ok), self._clock())
                 )
+            case lg.Emit(event=Failed(reason=reason, given_up=given_up)) if isinstance(entry, Fetching):
+                self._emit(Fetched(attempt=attempt, blocks=0, problem=reason, given_up=given_up))
             case lg.Emit(event=event):
                 self._emit(event)
+            case lg.EmitReceived() if isinstance(entry, Fetching):
+                self._emit(Fetched(attempt=attempt, blocks=entry.found_bytes // self._region.block_bytes))
             case lg.EmitReceived(seconds=seconds):
                 assert isinstance(entry, Receiving)
                 assert entry.record is not None, f"attempt {attempt} was verified without a record"
@@ -281,7 +302,8 @@ class TransferAgent:
                 with self._mutex:
                     del self._attempts[attempt]
                     self._counts["dropped"] += entry.leg.dropped
-                    self._ended.note(attempt)
+                    if not isinstance(entry, Fetching):  # no peer will ask about it
+                        self._ended.note(attempt)
                 self._backend.forget(attempt)
 
     def _with_crc(self, attempt: str, blocks: Sequence[BlockRef], work: Callable[[int | None], None]) -> None:
@@ -341,6 +363,15 @@ class TransferAgent:
             told(result)
 
         self._start(done, lambda: self._backend.read(entry.job.attempt, wanted, left, done))
+
+    def _fetch(self, entry: Fetching, op: int) -> None:
+        wanted, left, told = entry.pieces(self._region.block_bytes), self._time_left(entry), self._done(entry, op)
+
+        def done(result: TransferResult) -> None:
+            entry.found_bytes = result.moved_bytes
+            told(result)
+
+        self._start(done, lambda: self._backend.fetch(entry.job.attempt, wanted, left, done))
 
     def _check(self, entry: Receiving) -> None:
         attempt = entry.job.attempt

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..interfaces.handoff import BlockRef, PromptResult, ReceiveJob, SendJob
+from ..interfaces.handoff import BlockRef, FetchJob, PromptResult, ReceiveJob, SendJob
 from ..interfaces.transport import Piece
 from ..kv.keys import keys_digest
 from ..protocol.ticket import PrefillRecord, Ticket
@@ -137,6 +137,19 @@ class Receiving:
         if crc is not None and record.crc != crc:
             return f"blocks have CRC-32 {crc:08x}, the record says {record.crc:08x}"
         return ""
+
+
+@dataclass(slots=True)
+class Fetching:
+    """Takes the beginning of a prompt from a storage pool."""
+
+    leg: Leg
+    job: FetchJob
+    found_bytes: int = 0
+
+    def pieces(self, nbytes: int) -> list[Piece]:
+        """What is to be read, blocks of `nbytes` each."""
+        return [Piece(block_id=block.block_id, key=block.key, nbytes=nbytes) for block in self.job.blocks]
 
 
 class Ended:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from ..interfaces.handoff import ReceiveJob
-from ..interfaces.transport import KvTransfer
+from ..interfaces.transport import Done, KvTransfer, Piece
 from ..protocol.ticket import Ticket
 
 
@@ -37,6 +38,10 @@ class TransferBackend(KvTransfer, Protocol):
 
     def reserve(self, job: ReceiveJob, layout_digest: str) -> Ticket:
         """Describe where to write. Raises Overloaded when no record slot is free."""
+
+    def fetch(self, attempt: str, pieces: Sequence[Piece], timeout_s: float, done: Done) -> None:
+        """Read the longest run of the first pieces that lies in a storage pool and is whole; `moved_bytes` says how
+        much that is. Without a pool it is nothing."""
 
     def expect(self, ticket: Ticket) -> None:
         """Writes for this ticket will follow: what they need of the peer may be found out now."""

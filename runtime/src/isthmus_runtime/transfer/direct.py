@@ -245,6 +245,9 @@ class DirectTransfer:
 
     # ---------------------------------------------------------------------------------------------------------- ending
 
+    def fetch(self, attempt: str, pieces: Sequence[Piece], timeout_s: float, done: Done) -> None:
+        done(TransferResult(ok=True, moved_bytes=0))
+
     def cancel(self, attempt: str) -> None:
         self._writes.cancel(attempt)
         for other in self._others:

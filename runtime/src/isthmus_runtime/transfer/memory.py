@@ -358,6 +358,9 @@ class MemoryTransfer:
 
         self.fabric._begin(op, timeout_s, apply)
 
+    def fetch(self, attempt: str, pieces: Sequence[Piece], timeout_s: float, done: Done) -> None:
+        done(TransferResult(ok=True, moved_bytes=0))
+
     def cancel(self, attempt: str) -> None:
         with self.fabric._changed:
             for op in self.fabric._in_flight.values():

@@ -100,6 +100,20 @@ class PoolMoves:
         for chunk in chunks(pieces):
             self._get_whole(job, chunk)
 
+    def get_first(self, job: Job, pieces: Sequence[Piece]) -> int:
+        """Read the longest run of the first values that are in the pool: how many they are. What is there is leased
+        before it is read, so that it stays."""
+        found = 0
+        for chunk in chunks(pieces):
+            missing = self._lease(job, chunk)
+            there = chunk.index(missing[0]) if missing else len(chunk)
+            if there:
+                self._get_whole(job, chunk[:there])
+            found += there
+            if missing:
+                break
+        return found
+
     def remove(self, job: Job, keys: Sequence[str]) -> str:
         """Remove values; why that failed, or ""."""
         return self._values(job).remove(keys)
@@ -128,8 +142,10 @@ class PoolMoves:
 
     def _lease(self, job: Job, pieces: Sequence[Piece]) -> list[Piece]:
         """Lease the pieces' keys; those that are not in the pool."""
-        there = self._values(job).lease([p.key for p in pieces])
-        return [piece for piece, found in zip(pieces, there, strict=True) if not found]
+        codes = self._values(job).lease([p.key for p in pieces])
+        if (code := min(codes)) < 0:
+            raise Broken(f"{len(codes)} blocks were asked for: {explain(code)}")
+        return [piece for piece, found in zip(pieces, codes, strict=True) if not found]
 
     def _get_whole(self, job: Job, pieces: Sequence[Piece]) -> None:
         """As `get`. A value that is damaged in the pool goes: a put would not replace it."""

@@ -98,9 +98,9 @@ class PoolValues:
             return b"", "it is damaged in the pool"
         return record, ""
 
-    def lease(self, keys: Sequence[str]) -> list[bool]:
-        """Whether each key is in the pool; what is there is not evicted for a while."""
-        return [code == 1 for code in self._seen(self._pool.store.batch_is_exist(self._names(keys)))]
+    def lease(self, keys: Sequence[str]) -> list[int]:
+        """For each key 1: it is in the pool, and is not evicted for a while; 0: it is not; or a negative code."""
+        return self._seen(list(self._pool.store.batch_is_exist(self._names(keys))))
 
     def remove(self, keys: Sequence[str]) -> str:
         """Remove values, by force: whoever just read one still leases it. What is gone already is fine."""

@@ -159,6 +159,15 @@ class StoreTransfer:
 
         self._jobs.submit(attempt, work, timeout_s, done, with_slot=True)
 
+    def fetch(self, attempt: str, pieces: Sequence[Piece], timeout_s: float, done: Done) -> None:
+        moving, moves = tuple(pieces), self._ready()
+
+        def work(job: Job) -> TransferResult:
+            found = moves.get_first(job, moving)
+            return TransferResult(ok=True, moved_bytes=sum(piece.nbytes for piece in moving[:found]))
+
+        self._jobs.submit(attempt, work, timeout_s, done, with_slot=False)
+
     def cancel(self, attempt: str) -> None:
         self._jobs.cancel(attempt)
 
