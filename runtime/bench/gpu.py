@@ -4,7 +4,7 @@ Random weights of real architectures, made on the GPU; greedy, fixed lengths, no
 stand the peer and the computed limit. Where vLLM can be imported (or by what `--peer` names) the peer's row is run on
 the same card, after ours, in a process of its own. Otherwise it is a recorded figure, and marked.
 
-    python runtime/bench/gpu.py [--models qwen3-8b,qwen3-30b-a3b] [--rows single,decode] [--quick] [--out FOLDER]
+    python runtime/bench/gpu.py [--models qwen3-8b,gpt-oss-20b] [--rows single,decode] [--quick] [--out FOLDER]
     python runtime/bench/gpu.py --peer PYTHON   the interpreter that has vLLM, or folders of it for PYTHONPATH
     python runtime/bench/gpu.py --parity     tokens of the GPU equal the CPU's, float32, random weights
     python runtime/bench/gpu.py --ops        last a roofline line for each op (kernels/bench/gpu_ops.py)
@@ -96,7 +96,7 @@ def bench_model(name: str, args: argparse.Namespace, report: Report, began: floa
     rng = random.Random(0)
     try:
         for count, length, output in () if args.rows == "none" else WARM_UP:
-            bench.run(prompts(rng, count, length), output)
+            bench.run(prompts(rng, count, length, name), output)
         say(f"bench: {name} ready and warm after {time.perf_counter() - began:.1f} s")
         for row in ROWS:
             if args.rows and row.name not in args.rows.split(","):
@@ -111,7 +111,7 @@ def bench_model(name: str, args: argparse.Namespace, report: Report, began: floa
                     break  # the engine is gone
             report.write(args.out)
         if args.profile:
-            report.line(profile(bench, rng))
+            report.line(profile(bench, rng, name))
     finally:
         bench.close()
         report.write(args.out)
@@ -121,7 +121,7 @@ def _row(row: Row, model: str, bench: Bench, rng: random.Random, quick: bool, re
     output, repeats = shortened(row, quick)
     values, runs = [], []
     for _ in range(repeats):
-        run = bench.run(prompts(rng, row.requests, row.input_len), output)
+        run = bench.run(prompts(rng, row.requests, row.input_len, model), output)
         runs.append(run)
         values.append(row.value(run.first_s[0] if row.unit == "ms" else run.seconds, output))
     last = runs[-1]
@@ -155,11 +155,11 @@ def compare(name: str, args: argparse.Namespace, peer: Peer | None, report: Repo
     report.write(args.out)
 
 
-def profile(bench: Bench, rng: random.Random) -> str:
+def profile(bench: Bench, rng: random.Random, model: str) -> str:
     """Kernels by time: decode of one row, decode of 256 rows, prefill of 8192 tokens."""
     texts = []
     for title, count, length, output in (("single", 1, 128, 24), ("256 rows", 256, 128, 24), ("prefill", 2, 8192, 1)):
-        inputs = prompts(rng, count, length)
+        inputs = prompts(rng, count, length, model)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
             bench.run(inputs, output)
         kernels = found.key_averages().table(sort_by="cuda_time_total", row_limit=22, max_name_column_width=70)

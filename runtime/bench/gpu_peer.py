@@ -23,6 +23,8 @@ from gpu_table import RECORDED_BY, ROWS, START, Row, say
 
 _SCRIPT = Path(__file__).with_name("gpu_peer_vllm.py")
 _LOOK_S = 60.0
+_UNKNOWN: tuple[None, None] = (None, None)
+"""Of a model that was never measured."""
 _SETTINGS = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -103,54 +105,71 @@ class Figures:
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By row, what `gpu_peer_vllm.py` wrote."""
 
-    def start(self) -> Figure:
-        """Seconds from its process's start to ready."""
-        recorded = self.start_s is None
-        return Figure(START[self.model][0] if self.start_s is None else self.start_s, recorded)
+    def start(self) -> Figure | None:
+        """Seconds from its process's start to ready. None: it did not run, and no figure of this model is recorded."""
+        if self.start_s is not None:
+            return Figure(self.start_s, False)
+        return Figure(START[self.model][0], True) if self.model in START else None
 
-    def of(self, row: Row) -> Figure:
-        """Median of its repeats in the row's unit."""
-        if (ran := self.rows.get(row.name)) is None:
-            return Figure(row.known[self.model][0], True)
-        return Figure(median(ran["values"]), False)
+    def of(self, row: Row) -> Figure | None:
+        """Median of its repeats in the row's unit. None as for `start`."""
+        if (ran := self.rows.get(row.name)) is not None:
+            return Figure(median(ran["values"]), False)
+        return Figure(row.known[self.model][0], True) if self.model in row.known else None
 
     def about(self) -> list[str]:
         """Where the figures are from."""
         run = [f"peer: vLLM {self.version}, on this card after ours"] if self.version else []
-        return run + ([f"*: {RECORDED_BY}; {self.why_not}"] if self.why_not else [])
+        recorded = f"*: {RECORDED_BY}" if self.model in START else "no figure of the peer is recorded"
+        return run + ([f"{recorded}; {self.why_not}"] if self.why_not else [])
 
 
 def table(ours: dict[str, Any], peer: Figures) -> list[str]:
     """The rows of one model that ran (`gpu.py` has them by name), beside the peer, the computed limit and our bar. Adds
     the peer's figures to them."""
     lines = [f"{peer.model:32} {'ours':>10} {'peer':>9} {'limit':>9} {'bar':>9}  ours/peer  to bar"]
-    start, bar = peer.start(), START[peer.model][1]
-    ours["peer"] = {"vllm": peer.version, "why_not": peer.why_not, "start_s": start.value, "recorded": start.recorded}
+    start, bar = peer.start(), START.get(peer.model, _UNKNOWN)[1]
+    ours["peer"] = {"vllm": peer.version, "why_not": peer.why_not, **_told(start, "start_s", "recorded")}
     ready = ours["start_s"]
-    lines.append(_line("start to ready, s", ready, start, None, bar, start.value / ready, ready <= bar))
+    ratio = None if start is None else start.value / ready
+    lines.append(_line("start to ready, s", ready, start, None, bar, ratio, bar is None or ready <= bar))
     for row in ROWS:
         ran = ours["rows"].get(row.name)
         if ran is None:
             continue
         title, figure = f"{row.title}, {row.unit}", peer.of(row)
-        _, limit, bar = row.known[peer.model]
-        ran |= {"peer": figure.value, "peer_recorded": figure.recorded, "limit": limit, "bar": bar}
+        _, limit, bar = row.known.get(peer.model, (None, *_UNKNOWN))
+        ran |= {**_told(figure, "peer", "peer_recorded"), "limit": limit, "bar": bar}
         ran["peer_values"] = peer.rows.get(row.name, {}).get("values", [])
         if "values" not in ran:
             lines.append(f"{title:32} FAILED: {ran['error']}")
             continue
         value = median(ran["values"])
         quick = "  [quick: fewer tokens out]" if ran["output_len"] != row.output_len else ""
-        ratio, met = row.better(value, figure.value), row.better(value, bar) >= 1
+        ratio = None if figure is None else row.better(value, figure.value)
+        met = bar is None or row.better(value, bar) >= 1
         lines.append(_line(title, value, figure, limit, bar, ratio, met) + quick)
     return [*lines, *peer.about()]
 
 
-def _line(title: str, value: float, peer: Figure, limit: float | None, bar: float, ratio: float, met: bool) -> str:
-    return (
-        f"{title:32} {value:>10.1f} {peer!s:>9} {'' if limit is None else format(limit, 'g'):>9} {bar:>9g}"
-        f"  {ratio:>8.2f}x  {'met' if met else 'short'}"
-    )
+def _told(figure: Figure | None, value: str, recorded: str) -> dict[str, Any]:
+    """A figure for the JSON, by the names given."""
+    return {value: None, recorded: None} if figure is None else {value: figure.value, recorded: figure.recorded}
+
+
+def _line(
+    title: str,
+    value: float,
+    peer: Figure | None,
+    limit: float | None,
+    bar: float | None,
+    ratio: float | None,
+    met: bool,
+) -> str:
+    """A row; what is not known is left empty."""
+    beside = f"{'' if peer is None else str(peer):>9} {'' if limit is None else format(limit, 'g'):>9}"
+    against = f"{'' if bar is None else format(bar, 'g'):>9}  {'' if ratio is None else f'{ratio:.2f}x':>9}"
+    return f"{title:32} {value:>10.1f} {beside} {against}  {'' if bar is None else 'met' if met else 'short'}".rstrip()
 
 
 def measure(peer: Peer | None, model: str, flags: Sequence[str], timeout_s: float) -> Figures:

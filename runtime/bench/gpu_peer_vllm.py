@@ -65,7 +65,7 @@ def main() -> None:
         rng = random.Random(0)
 
         def run(count: int, length: int, output: int) -> float:
-            inputs = [{"prompt_token_ids": ids} for ids in prompts(rng, count, length)]
+            inputs = [{"prompt_token_ids": ids} for ids in prompts(rng, count, length, args.model)]
             sampling = vllm.SamplingParams(
                 temperature=0, max_tokens=output, min_tokens=output, ignore_eos=True, detokenize=False
             )

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from isthmus_runtime.config import SchedulerConfig
 from isthmus_runtime.engine.draft_model import DraftModel
 from isthmus_runtime.engine.scheduler import Scheduler
-from isthmus_runtime.engine.sequence import Effect
+from isthmus_runtime.engine.sequence import Effect, Kind, OpenReceive
 from isthmus_runtime.errors import RequestError
 from isthmus_runtime.executor.fake import ENTRY_BYTES, FakeAdapter, FakeExecutor, Windows
 from isthmus_runtime.interfaces.steps import StepOutput
 from isthmus_runtime.kv.groups import GroupPlan
 from isthmus_runtime.kv.plan import KvPlan
 from isthmus_runtime.kv.pool import BlockPool
+from isthmus_runtime.protocol.ticket import PrefillRecord
 from isthmus_runtime.request import (
     AdapterName,
     FinishReason,
@@ -179,3 +181,43 @@ class World:
         reason = self.ends[sid][0].finish_reason
         assert reason is not None
         return reason
+
+
+@dataclass
+class Flood:
+    """Clients whose prompts come from a peer, each with another one as soon as an answer has ended."""
+
+    world: World
+    clients: int
+    prompt: int = 5
+    priority: int = 0
+    delay: int = 3
+    """Turns until KV has arrived."""
+    adapters: Sequence[AdapterName] = ()
+    """In turn."""
+    sent: int = 0
+    ended: int = 0
+    live: set[str] = field(default_factory=set)
+    due: list[tuple[int, str]] = field(default_factory=list)
+
+    def turn(self) -> None:
+        world = self.world
+        while len(self.live) < self.clients:
+            self.sent += 1
+            sid, prompt = f"r{self.sent}", [self.sent % 90, *range(1, self.prompt)]
+            adapter = self.adapters[self.sent % len(self.adapters)] if self.adapters else None
+            tokens = 12 if adapter is None else 2 + self.sent * 7919 % 19
+            asked = replace(request(sid, prompt, tokens, adapter=adapter), priority=self.priority)
+            world.add(asked, kind=Kind.RECEIVE, attempt=sid)
+            self.live.add(sid)
+        world.turn()
+        self.due += [(world.steps + self.delay, e.job.attempt) for e in world.effects if isinstance(e, OpenReceive)]
+        world.effects.clear()
+        while self.due and self.due[0][0] <= world.steps:
+            _, sid = self.due.pop(0)
+            record = PrefillRecord(attempt=sid, num_tokens=self.prompt, first_token=5, key_digest="", block_bytes=0)
+            world.take(world.scheduler.received(sid, record))
+            world.scheduler.released(sid, True)
+        ended = {sid for sid in self.live if world.ends[sid]}
+        self.live -= ended
+        self.ended += len(ended)

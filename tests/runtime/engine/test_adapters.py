@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_stack import engine
-from engine_world import World, request
+from engine_world import Flood, World, request
 from executors import Gated
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -300,3 +301,55 @@ def test_memory_of_the_host_is_bounded(tmp_path: Path) -> None:
             registry.load("c", folders[2])
 
     asyncio.run(asyncio.wait_for(main(), 60))
+
+
+@pytest.mark.parametrize("waiting", [1, 4])
+def test_however_many_wait_for_an_adapter_they_claim_one_slot(waiting: int) -> None:
+    """Four that waited for one adapter kept all requests for all others from starting."""
+    world = World(num_blocks=400, max_model_len=128, max_num_seqs=16, max_loras=2)
+    a, b, z = (world.load(name) for name in "abz")
+    for name, adapter in (("a", a), ("b", b)):
+        world.add(request(name, [1, 2, 3], 60, adapter=adapter))
+    world.turn()
+    for number in range(waiting):
+        world.add(request(f"z{number}", [4, 5, number], 4, adapter=z))
+    world.turn()
+    others = [
+        world.add(request(f"{adapter.name}{n}", [6, n], 4, adapter=adapter)) for n in range(3) for adapter in (a, b)
+    ]
+    for _ in range(20):
+        world.turn()
+    assert {sid[0] for sid in others if not world.ends[sid]} == {"a"}, "whose slot is claimed, and no other"
+    world.run()
+    assert all(world.finish(f"z{number}") is FinishReason.LENGTH for number in range(waiting))
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("priority", [0, -100])
+def test_a_slot_is_for_who_is_computed_here_beside_what_keeps_arriving(slots: int, priority: int) -> None:
+    """What arrives was asked first, and took each slot again: the other never started."""
+    world = World(num_blocks=2000, max_num_seqs=32, poison=False, max_batched_tokens=64, max_loras=slots)
+    adapters, z = [world.load(name) for name in "abc"[:slots]], world.load("z")
+    flood = Flood(world, 8 * slots, adapters=adapters)
+    for _ in range(50):
+        flood.turn()
+    before = flood.ended
+    world.add(replace(request("here", [9, 8, 7, 6, 5], 4, adapter=z), priority=priority))
+    while not world.tokens["here"]:
+        assert flood.ended - before <= 40 * slots, f"{flood.ended - before} others have ended"
+        flood.turn()
+
+
+def test_a_slot_is_not_claimed_by_who_lacks_blocks() -> None:
+    """What has arrived holds them, and must be able to start."""
+    world = World(num_blocks=17, max_num_seqs=8, max_batched_tokens=64, max_loras=1)
+    a, z = world.load("a"), world.load("z")
+    flood = Flood(world, 6, prompt=9, adapters=[a])
+    for _ in range(20):
+        flood.turn()
+    world.add(request("here", list(range(1, 40)), 4, adapter=z))
+    before = flood.ended
+    flood.clients = 0
+    for _ in range(400):
+        flood.turn()
+    assert flood.ended > before and world.finish("here") is FinishReason.LENGTH

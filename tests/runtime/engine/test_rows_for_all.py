@@ -2,49 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
-from engine_world import World, request
+from engine_world import Flood, World, request
 
 from isthmus_runtime.engine.aging import EVERY
-from isthmus_runtime.engine.sequence import Kind, OpenReceive
-from isthmus_runtime.protocol.ticket import PrefillRecord
-
-
-@dataclass
-class Flood:
-    """Clients whose prompts come from a peer, each with another one as soon as an answer has ended."""
-
-    world: World
-    clients: int
-    prompt: int = 5
-    priority: int = 0
-    delay: int = 3
-    """Turns until KV has arrived."""
-    sent: int = 0
-    ended: int = 0
-    live: set[str] = field(default_factory=set)
-    due: list[tuple[int, str]] = field(default_factory=list)
-
-    def turn(self) -> None:
-        world = self.world
-        while len(self.live) < self.clients:
-            self.sent += 1
-            sid, prompt = f"r{self.sent}", [self.sent % 90, *range(1, self.prompt)]
-            world.add(replace(request(sid, prompt, 12), priority=self.priority), kind=Kind.RECEIVE, attempt=sid)
-            self.live.add(sid)
-        world.turn()
-        self.due += [(world.steps + self.delay, e.job.attempt) for e in world.effects if isinstance(e, OpenReceive)]
-        world.effects.clear()
-        while self.due and self.due[0][0] <= world.steps:
-            _, sid = self.due.pop(0)
-            record = PrefillRecord(attempt=sid, num_tokens=self.prompt, first_token=5, key_digest="", block_bytes=0)
-            world.take(world.scheduler.received(sid, record))
-            world.scheduler.released(sid, True)
-        ended = {sid for sid in self.live if world.ends[sid]}
-        self.live -= ended
-        self.ended += len(ended)
 
 
 def flooded(clients: int, *, blocks: int = 4000, rows: int = 4, prompt: int = 5, priority: int = 0) -> Flood:

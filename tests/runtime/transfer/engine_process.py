@@ -1,9 +1,9 @@
 """One engine's side of a transfer as a process of its own: the real agent and the real transport, without a model.
 
-Started by the tests with argv MODE HOST MASTER BLOCKS BLOCK_BYTES SEGMENT TIMEOUT and flags: `crc`, `secret=S`, and
-`ranks=N`, whose pools and movers are all in this process, with channels between them. Reads one JSON call per line from
-stdin, answers each with one line, and prints every handoff event as a line. Serves GET /internal/drained like an engine
-does.
+Started by the tests with argv MODE HOST MASTER BLOCKS BLOCK_BYTES SEGMENT TIMEOUT and flags: `crc`, `secret=S`,
+`silent=SECONDS`, after which decode renews its engine, and `ranks=N`, whose pools and movers are all in this process,
+with channels between them. Reads one JSON call per line from stdin, answers each with a line, and prints every handoff
+event as a line. Serves GET /internal/drained like an engine does.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from isthmus_runtime.interfaces.transport import KvRegion
 from isthmus_runtime.kv.keys import pool_name, pool_secret
 from isthmus_runtime.protocol.calls import CommitCall
 from isthmus_runtime.protocol.ticket import Ticket
+from isthmus_runtime.transfer import sessions
 from isthmus_runtime.transfer.agent import TransferAgent
 from isthmus_runtime.transfer.factory import make_transfer
 from isthmus_runtime.transfer.other_ranks import OtherRank
@@ -78,6 +79,7 @@ cfg = TransferConfig(
 )
 epoch = f"epoch-{time.time_ns()}"
 secret = next((pool_secret(flag[7:].encode()) for flag in sys.argv[8:] if flag.startswith("secret=")), b"")
+sessions.SILENT_S = next((float(flag[7:]) for flag in sys.argv[8:] if flag.startswith("silent=")), sessions.SILENT_S)
 channels = [channel() for _ in other_memories]
 ended = [threading.Event() for _ in other_memories]
 movers = [

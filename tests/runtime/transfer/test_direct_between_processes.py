@@ -6,6 +6,7 @@ import contextlib
 import resource
 import signal
 import socket
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -315,6 +316,70 @@ def test_a_stopped_prefill_quarantines_until_it_answers_again(start_engine: Star
     assert decode.kinds("a") == ["failed", "released", "drained"]
     assert prefill.event("a", "failed")["reason"] == "decode gave the attempt up"
     assert prefill.event("a", "released")["drained"]
+
+
+@pytest.mark.parametrize("after", [0.002, 0.03])
+def test_blocks_come_back_from_a_prefill_that_stands_still_and_nothing_of_it_lands_later(
+    start_engine: Start, after: float
+) -> None:
+    """It is stopped in the midst of its writes, and goes on when decode has given the blocks to others."""
+    big = {"blocks": 128, "block_bytes": 4 << 20}
+    prefill, well = start_engine("direct", **big), start_engine("direct", **big)
+    decode = start_engine("direct", "silent=0.5", **big)
+    ids = list(range(1, 101))
+    for name, engine in (("warm", well), ("too", prefill)):
+        open_pair(engine, decode, name, [103])
+        send(engine, name, [(0, 1)])
+        engine.call("finish_send", attempt=name, tokens=40)
+        assert engine.event(name, "sent", "failed")["event"] == "sent"
+        decode.call("commit", attempt=name, ok=True)
+        decode.event(name, "released")
+    prefill.call("fill", blocks=ids, seed=3)
+    first = open_pair(prefill, decode, "a", ids)["session"]
+    open_pair(well, decode, "live", [101, 102])
+    send(prefill, "a", list(enumerate(ids)))
+    threading.Event().wait(after)
+    prefill.signal(signal.SIGSTOP)
+    decode.call("commit", attempt="a", ok=False, stage="sending")
+    assert not decode.event("a", "released")["drained"]
+    # The other's ticket is good to its end, and so is the engine that it names.
+    well.call("fill", blocks=[1, 2], seed=5)
+    threading.Event().wait(2.0)
+    assert "drained" not in decode.kinds("a")
+    send(well, "live", [(0, 1), (1, 2)])
+    well.call("finish_send", attempt="live", tokens=40)
+    sent = well.event("live", "sent", "failed")
+    assert sent["event"] == "sent", sent
+    decode.call("commit", attempt="live", ok=True)
+    assert decode.event("live", "received", "failed")["event"] == "received"
+    decode.event("a", "drained")
+    decode.call("fill", blocks=ids, seed=9)
+    others = decode.call("crc", blocks=ids)
+    second = open_pair(well, decode, "b", [101, 102])["session"]
+    assert second != first
+    send(well, "b", [(0, 1), (1, 2)])
+    well.call("finish_send", attempt="b", tokens=40)
+    assert well.event("b", "sent", "failed")["event"] == "sent"
+    decode.call("commit", attempt="b", ok=True)
+    assert decode.event("b", "received", "failed")["event"] == "received"
+    prefill.signal(signal.SIGCONT)
+    assert prefill.event("a", "failed")["stage"]
+    prefill.event("a", "released")
+    assert decode.call("crc", blocks=ids) == others, "bytes of an attempt that was over landed in blocks of others"
+    # And whoever stood still is a peer like others again.
+    prefill.call("fill", blocks=[7], seed=4)
+    open_pair(prefill, decode, "c", [103])
+    send(prefill, "c", [(0, 7)])
+    prefill.call("finish_send", attempt="c", tokens=40)
+    assert prefill.event("c", "sent", "failed")["event"] == "sent"
+    assert decode.call("crc", blocks=[103]) == prefill.call("crc", blocks=[7])
+    assert decode.call("crc", blocks=ids) == others
+    decode.call("cancel", attempt="c")
+    open_pair(prefill, decode, "d", [104])
+    prefill.signal(signal.SIGSTOP)
+    decode.call("cancel", attempt="d")
+    decode.event("d", "drained")
+    assert open_pair(well, decode, "e", [105])["session"] not in (first, second)
 
 
 def test_a_stopped_decode_quarantines_prefill_until_it_is_gone(start_engine: Start) -> None:

@@ -3,8 +3,8 @@
 A slot is given to another adapter only when no running request computes with it: the least recently started first.
 Where every slot is in use, the first request that waits for one claims the slot that was least recently started with:
 nobody starts with that adapter any more, so the slot comes free as soon as its requests end, and no stream of requests
-for other adapters can keep a request waiting beyond that. Requests without an adapter, and with those that nobody
-claims, pass by.
+for other adapters can keep a request waiting beyond that. An adapter that waits has one claim, however many requests
+wait for it. Requests without an adapter, and with those that nobody claims, pass by.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class AdapterSlots:
         self._live: Counter[str] = Counter()
         self._retired: dict[str, int] = {}
         """Digest: newest step that may name it."""
-        self._claimed: set[str] = set()
+        self._claims: dict[str, str] = {}
+        """Who waits, and whose slot it is to have."""
         self._loads: dict[int, AdapterSlot] = {}
         """By slot: what the executor has not been told yet."""
 
@@ -79,18 +80,19 @@ class AdapterSlots:
 
     def begin(self) -> None:
         """A step is planned: nothing is claimed yet."""
-        self._claimed.clear()
+        self._claims.clear()
 
     def may_start(self, digest: str) -> bool:
         """Whether a request may start with it now. Asked in the order of rank; where not, a slot is claimed for it."""
-        if digest in self._claimed:
-            return False
-        if digest in self._slots or self._free or self._idle() is not None:
+        if digest in self._slots:
+            return digest not in self._claims.values()
+        if self._free:
             return True
-        victim = next((other for other in self._slots if other not in self._claimed), None)
-        if victim is not None:
-            self._claimed.add(victim)
-        return False
+        victim = self._claims.get(digest) or self._victim()
+        if victim is None:
+            return False
+        self._claims[digest] = victim
+        return not self._running[victim]
 
     def start(self, digest: str) -> int:
         """A request takes a row with it, which `may_start` has allowed: its slot."""
@@ -99,9 +101,9 @@ class AdapterSlots:
             if self._free:
                 slot = self._free.pop()
             else:
-                idle = self._idle()
-                assert idle is not None, f"no slot for {digest}: {self._slots}"
-                slot = self._slots.pop(idle)
+                victim = self._claims.pop(digest)
+                assert not self._running[victim], f"{victim} gives its slot to {digest} in the midst of its requests"
+                slot = self._slots.pop(victim)
             self._loads[slot] = AdapterSlot(slot, self._names[digest], digest)
         self._slots[digest] = slot
         self._running[digest] += 1
@@ -136,6 +138,9 @@ class AdapterSlots:
         slots = [*self._free, *self._slots.values()]
         assert len(set(slots)) == len(slots), f"a slot is in use twice: {slots}"
 
-    def _idle(self) -> str | None:
-        """Who gives way: the least recently started of those that no row computes with."""
-        return next((digest for digest in self._slots if not self._running[digest]), None)
+    def _victim(self) -> str | None:
+        """Who gives way: the least recently started of those that nobody has claimed, if possible one that no row
+        computes with."""
+        claimed = self._claims.values()
+        left = [digest for digest in self._slots if digest not in claimed]
+        return next((digest for digest in left if not self._running[digest]), left[0] if left else None)

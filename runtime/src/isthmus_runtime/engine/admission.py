@@ -62,7 +62,11 @@ class Admission:
         for seq in list(queues.ready):
             if seq.phase is not Phase.READY:
                 continue  # preempted while an older arrival made room
-            if not draft.may_draw(seq) or not self._has_adapter(seq):
+            if not draft.may_draw(seq):
+                continue
+            if seq.adapter:
+                self._claim_before(seq)
+            if not self._has_adapter(seq):
                 continue
             if draft.budget == 0 or not queues.rows:
                 return False
@@ -79,6 +83,18 @@ class Admission:
             self._row_turns.started()
             self._start(seq, min(seq.known - seq.scheduled, draft.budget), draft)
         return True
+
+    def _claim_before(self, seq: Sequence) -> None:
+        """Have the first waiting request that is computed here with an adapter ask for a slot before `seq`, if it ranks
+        before: what arrives would take each slot that comes free. Only where it has the blocks that it needs: those
+        that arrived hold some, and must be able to start and end."""
+        for other in self._queues.waiting:
+            if other.rank > seq.rank:
+                return
+            if other.adapter and not other.receives and not other.unseen:
+                if self.free() >= self._blocks.peak(len(other.tokens) + 1):
+                    self._has_adapter(other)
+                return
 
     def _another_first(self, seq: Sequence, draft: StepDraft) -> bool:
         """Start a waiting request that is computed here, where one ranks before `seq` and can start."""

@@ -32,6 +32,7 @@ from .peers import Peers, peer_of
 from .places import reserved
 from .rank_lines import Answer as RankAnswer
 from .rank_lines import Part, relative
+from .sessions import Sessions
 from .slots import SLOT_BYTES, RecordSlots
 from .sockets import end_connections_from
 from .tickets import TicketSigner, claim
@@ -82,6 +83,8 @@ class DirectTransfer:
         self._pools: tuple[RankPool, ...] = ()
         """Of the other ranks."""
         self._native: NativeEngine | None = None
+        """For new tickets."""
+        self._sessions: Sessions | None = None
         self._region: KvRegion | None = None
 
     @property
@@ -118,9 +121,18 @@ class DirectTransfer:
                 "check that --transfer-host is an address of this machine"
             ) from error
         self._native, self._region = native, region
+        # Between GPUs a peer writes without the engine, and of other ranks each has one of its own.
+        renew = None
+        if native.effective.transport == "tcp" and not self._others:
+            renew = partial(start, measured=native.effective)
+        self._sessions = Sessions(native, renew, self._renewed, self._clock)
         self._pools = tuple(self._pool_of(other, native, timeout_s) for other in self._others)
         self._greeter = Greeter(self._host, self._epoch, self._claim_problem)
         self._writes.start(native.engine, native.memory)
+
+    def _renewed(self, native: NativeEngine) -> None:
+        self._native = native
+        self._writes.go_on_with(native.engine)
 
     @staticmethod
     def _pool_of(other: OtherRank, native: NativeEngine, timeout_s: float) -> RankPool:
@@ -135,17 +147,18 @@ class DirectTransfer:
     # ------------------------------------------------------------------------------------------------------ receiving
 
     def reserve(self, job: ReceiveJob, layout_digest: str) -> Ticket:
-        assert self._native is not None and self._region is not None and self._greeter is not None, "prepare first"
+        assert self._sessions is not None and self._region is not None and self._greeter is not None, "prepare first"
         with self._lock:
             address = self._slots.take()
             self._reserved[job.attempt] = address
+        native = self._sessions.reserve(job.attempt)
         ticket = Ticket(
             mode="direct",
             attempt=job.attempt,
             layout_digest=layout_digest,
             skip_blocks=job.skip_blocks,
             peer_epoch=job.peer_epoch,
-            session=self._native.session,
+            session=native.session,
             greeting=self._greeter.address,
             epoch=self._epoch,
             pool_base=self._region.base,
@@ -153,7 +166,7 @@ class DirectTransfer:
             blocks=reserved(job.blocks),
             record_address=address,
             record_capacity=SLOT_BYTES,
-            mapping="" if self._native.memory is None else self._native.memory.offer,
+            mapping="" if native.memory is None else native.memory.offer,
             ranks=self._pools,
         )
         return self._signer.sign(ticket, job.deadline_s)
@@ -268,11 +281,13 @@ class DirectTransfer:
                 self._peers.ask_drain(peer_url, peer_epoch, attempt, answered)
 
         def answered(answer: Answer) -> None:
-            host = host_of(peer_url)
-            if answer is Answer.GONE and host != self._host and self._native is not None:
-                end_connections_from(host, self._native.ports)
+            host, sessions = host_of(peer_url), self._sessions
+            if sessions is None:
+                hung_up(())  # nobody was given an address to write to
+            elif answer is Answer.GONE and host != self._host:
+                end_connections_from(host, sessions.ports_of(attempt))
                 ask_all(self._others, lambda other, then: other.hang_up(host, then), hung_up)
-            elif answer:
+            elif answer or sessions.shut(attempt):
                 hung_up(())
             else:
                 done(False)
@@ -290,10 +305,17 @@ class DirectTransfer:
         self._peers.forget(attempt)
         for other in self._others:
             other.forget(attempt)
+        if self._sessions is not None:
+            self._sessions.forget(attempt)
         with self._lock:
             address = self._reserved.pop(attempt, None)
             if address is not None:
                 self._slots.give(address)
+
+    def _end_threads(self) -> None:
+        self._peers.close()
+        if self._sessions is not None:
+            self._sessions.close()
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         ends_at = time.monotonic() + timeout_s
@@ -301,7 +323,7 @@ class DirectTransfer:
         ask_all(self._others, lambda other, then: other.close(timeout_s, then), told.put)
         ended = self._writes.close(timeout_s)
         try:
-            run_bounded(self._peers.close, max(0.0, ends_at - time.monotonic()), "transfer-close")
+            run_bounded(self._end_threads, max(0.0, ends_at - time.monotonic()), "transfer-close")
         except TookTooLong:
             ended = False
         if self._greeter is not None:

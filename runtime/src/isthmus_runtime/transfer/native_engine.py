@@ -58,9 +58,12 @@ def start_engine(
     transport: str,
     fallback: str,
     timeout_s: float,
+    measured: Effective | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> NativeEngine:
     """TransferEngine at `host`, with P2PHANDSHAKE. `transport`, `fallback`: as asked for; `timeout_s`: of a transfer.
+
+    `measured`: what one before it moved; None: the memory is unused yet, and a probe writes there.
 
     Raises:
         ConfigError: no Mooncake, none that reads this memory, no such transport, a refusal, or too slow a probe.
@@ -81,6 +84,7 @@ def start_engine(
         import mooncake.engine as mooncake
     except ImportError as error:
         raise ConfigError(f"--transfer-mode direct: Mooncake cannot be loaded ({error}); {INSTALL_HINT}") from error
+    others = listening_ports()
     engine = mooncake.TransferEngine()
     code = engine.initialize(host, "P2PHANDSHAKE", protocol, ",".join(rdma) if transport == "rdma" else "")
     if code != 0:
@@ -88,13 +92,15 @@ def start_engine(
             f"--transfer-transport {transport}: TransferEngine did not start on {host!r} (code {code}); "
             "--transfer-host must be an address of this machine"
         )
-    ports = listening_ports()
+    ports = listening_ports() - others
     probe_accepted()
     _register(engine, transport, {"records": (slots.base, slots.nbytes)})
     session = f"{host}:{engine.get_rpc_port()}"
     if transport == "nvlink":
         return NativeEngine(engine, session, ports, Effective(transport, 0.0), PeerMemory(region, clock))
     _register(engine, transport, {"KV pool": (region.base, region.num_blocks * region.block_stride)})
+    if measured is not None:
+        return NativeEngine(engine, session, ports, measured)
     gbps = _probe(engine, session, region, slots, clock)
     if gbps < FLOOR_GBPS.get(transport, 0.0):
         raise ConfigError(

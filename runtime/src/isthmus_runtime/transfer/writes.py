@@ -136,6 +136,17 @@ class Writes:
         self._engine, self._memory = engine, memory
         self._thread.start()
 
+    def go_on_with(self, engine: Any) -> None:
+        """Submit through another engine from now on, when nothing is in flight through the one before: which ends with
+        the last that refers to it, so it is in no closure that refers to itself."""
+        self.call(partial(self._change_to, engine))
+
+    def _change_to(self, engine: Any) -> None:
+        if any(op.flying or op.lost for op in self._ops):
+            self.call(partial(self._change_to, engine), BUSY_S)
+        else:
+            self._engine = engine
+
     def submit(self, op: Write) -> None:
         """Begin an operation; its `done` is called on the thread."""
         self._peers.expect(op.attempt)
