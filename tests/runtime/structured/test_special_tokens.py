@@ -133,6 +133,33 @@ def test_spaces_beside_added_words_are_those_of_the_text(before: list[normalizer
             assert (found[:-1] if structure.kind == "regex" else found) == said, (structure, found)
 
 
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        {"add_prefix_space": True},  # as tokenizers before 0.15 wrote it
+        {"add_prefix_space": True, "prepend_scheme": "first"},
+        {"add_prefix_space": False, "prepend_scheme": "never"},
+        {"prepend_scheme": "always", "split": False},
+        {"prepend_scheme": "first", "split": False},
+    ],
+)
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_metaspace_puts_no_space_before_a_text(prefix: dict[str, object], inner: bool) -> None:
+    made = sentencepiece()
+    made.add_tokens(["NewWord"])
+    whole = json.loads(made.to_str())
+    metaspace = {"type": "Metaspace", "replacement": "▁", **prefix}
+    whole["normalizer"] = None
+    whole["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [metaspace]} if inner else metaspace
+    text = json.dumps(whole)
+    Tokenizer.from_str(text)  # it is one
+    grammars = Grammars(text, eos_token_ids=[2], vocab_size=made.get_vocab_size())
+    for said in ("a he", " a", "NewWord", "a NewWord b", "NewWord  NewWord", "a▁ ▁▁  a"):
+        for structure in (Structure("choice", json.dumps([said])), Structure("regex", f"{said}[ab]")):
+            found = made.decode(walk(grammars, structure), skip_special_tokens=False)
+            assert (found[:-1] if structure.kind == "regex" else found) == said, (structure, found)
+
+
 @pytest.mark.parametrize("how", [*OTHERWISE, "sign for a space"])
 def test_text_is_not_what_the_tokenizer_would_make_of_it(how: str, model: Path) -> None:
     made = Tokenizer.from_file(str(model / "tokenizer.json")) if how in OTHERWISE else sentencepiece()

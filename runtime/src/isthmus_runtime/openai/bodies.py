@@ -163,7 +163,7 @@ def least_written(value: Any, most: int) -> int:
                 found += sum(map(len, value))
                 left += value.values()
         else:
-            found += 1 + (value.bit_length() // 4 if isinstance(value, int) else 0)
+            found += 1 + (max(0, value.bit_length() - 1) // 4 if isinstance(value, int) else 0)
     return found
 
 

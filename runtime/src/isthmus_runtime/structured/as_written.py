@@ -19,7 +19,10 @@ def as_written(tokenizer: dict[str, Any]) -> dict[str, Any]:
     """A tokenizer.json, changed; the ids stay."""
     tokenizer["normalizer"] = _of_spaces(tokenizer.get("normalizer"))
     for part in parts_of(tokenizer.get("pre_tokenizer")):
-        if "add_prefix_space" in part:
+        prefixed = part.pop("add_prefix_space", None) is not None
+        if part.get("type") == "Metaspace":
+            part["prepend_scheme"] = "never"  # an older file has the other name, or both, which have to agree
+        elif prefixed:
             part["add_prefix_space"] = False
     if is_byte_level(tokenizer):
         return tokenizer  # whose tokens have no such sign
