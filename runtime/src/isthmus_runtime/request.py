@@ -80,7 +80,7 @@ class TokenLogprobs(NamedTuple):
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
-    """(token id, logprob), likeliest first."""
+    """(token id, logprob), likeliest first; fewer than asked for where fewer may be drawn."""
     rank: int = 0
     """Of the token, 1 for the likeliest; told of prompt tokens, else 0."""
 

@@ -109,5 +109,14 @@ def test_logprobs_of_the_unfiltered_distribution_where_asked() -> None:
     assert [value for _, value in found[0].logprobs[0].top] == pytest.approx(best.tolist(), abs=1e-5)
 
 
+def test_alternatives_are_those_that_may_be_drawn() -> None:
+    logits = torch.full((2, VOCAB), float("-inf"))
+    logits[0, [3, 7]] = torch.tensor([1.0, 2.0])
+    logits[1, 5] = 0.0
+    found = Rows(params(temperature=0.0, logprobs=5), params(temperature=0.0, logprobs=5)).draw(logits, [0, 1], [1, 1])
+    assert [[token for token, _ in row.logprobs[0].top] for row in found] == [[7, 3], [5]]
+    assert found[1].logprobs[0].logprob == 0.0
+
+
 def test_no_logprobs_when_nobody_asks() -> None:
     assert Rows(params(temperature=0.0)).draw(torch.zeros(1, VOCAB), [0], [1])[0].logprobs == ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from math import inf
 
 import torch
 from torch import Tensor
@@ -89,6 +90,7 @@ def outputs(draws: Draws, slot: StagingSlot, staged: StagedLogprobs | None) -> l
         strict=True,
     )
     for at, count, logprob, ids, best in rows:
-        top = tuple(zip(ids[:count], best[:count], strict=True))
+        # What a mask has left may be fewer than were asked for: the rest of the best are some that it forbids.
+        top = tuple(pair for pair in zip(ids[:count], best[:count], strict=True) if pair[1] != -inf)
         found[at] = RowOutput((tokens[at],), (TokenLogprobs(tokens[at], logprob, top),))
     return found
