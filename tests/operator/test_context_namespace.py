@@ -77,6 +77,39 @@ def test_a_file_that_is_none_is_named_by_the_connection(
     assert f"kubeconfig {tmp_path / 'nothing'} does not exist" in capsys.readouterr().err
 
 
+WHOLE = {
+    "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
+    "current-context": "x",
+    "clusters": [{"name": "c", "cluster": {"server": "https://127.0.0.1:1"}}],
+    "users": [{"name": "u", "user": {}}],
+}
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        b"a: [",
+        b"{\0",
+        b"\xff\xfe\xfa",
+        b"",
+        b"words",
+        b"- a",
+        b"contexts: 4",
+        json.dumps(WHOLE | {"clusters": [{"name": "c", "cluster": {"server": 5}}]}).encode(),
+        json.dumps(WHOLE | {"users": [{"name": "u", "user": {"client-certificate-data": "a"}}]}).encode(),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_with_what_is_wrong(
+    written: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("POD_NAMESPACE", raising=False)
+    path = tmp_path / "config"
+    path.write_bytes(written)
+    assert main(["status", "svc", "--kubeconfig", str(path)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"no usable cluster configuration, kubeconfig {path}: " in line
+
+
 def test_in_a_pod_it_is_the_pods(monkeypatch: pytest.MonkeyPatch, kubeconfig: Path) -> None:
     monkeypatch.setenv("POD_NAMESPACE", "own")
     assert identity().namespace == "own"

@@ -22,6 +22,9 @@ from network import Network
 
 ANSWER_S = 1.0
 """From detection to the client's answer."""
+_NEVER_MET = "[Errno 111]"
+"""Connection refused: the request came to its engine only after that had gone. Until then it waited for another one,
+such as for decode's reservation, so its time from the kill says nothing of how soon a loss is noticed."""
 _STAGE = re.compile(r'^isthmus_xfer_failures_total{.*stage="(\w+)".*} (\S+)$', re.MULTILINE)
 _IDLE_HTTP = 16
 """Connections between the router and an engine: idle ones are used again."""
@@ -107,7 +110,7 @@ def _answer_times(
                 noticed.append(o.ended - before[-1])
             kills = [e.began for e in events if e.fault.kind == "kill" and e.fault.target == name]
             since = [o.ended - t for t in kills if o.began <= t <= o.ended]
-            if since:
+            if since and _NEVER_MET not in message:
                 killed.append(since[-1])
     limit = ANSWER_S + lag_s
     for name, times in (("engine found silent to answer", noticed), ("kill -9 to answer", killed)):

@@ -19,8 +19,7 @@ from .choices import ServiceType, Transport
 from .pod_patch import DIRECTIVE
 from .pod_spec import PodSettings
 from .problems import show
-from .rules import engine_roles
-from .spec import Spec
+from .spec import Spec, engine_roles
 
 
 class Feature(StrEnum):

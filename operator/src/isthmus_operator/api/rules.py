@@ -12,8 +12,8 @@ from . import pod_patch
 from .adapter_rules import adapters
 from .choices import Enforcement, Fallback, KvLayout, Mode, ScalingMode, TransferMode, Transport
 from .problems import show
-from .scaling_rules import ratio
-from .spec import KvMemory, Role, Spec
+from .scaling_rules import ratio, scaling
+from .spec import KvMemory, Role, Spec, engine_roles
 
 HOSTNAME_KEY = "kubernetes.io/hostname"
 
@@ -32,12 +32,6 @@ TYPED_FLAGS = frozenset(
     }
 )
 """Flags that the rendered arguments own; `extraArgs` may not repeat them."""
-
-
-def engine_roles(spec: Spec) -> list[tuple[str, Role]]:
-    """The roles that are set, by name."""
-    found = [("prefill", spec.roles.prefill), ("decode", spec.roles.decode), ("worker", spec.roles.worker)]
-    return [(name, role) for name, role in found if role is not None]
 
 
 def on_gpu(role: Role) -> bool:
@@ -208,36 +202,6 @@ def _kv_size(spec: Spec) -> Iterator[Problem]:
             )
 
 
-def _scaling(spec: Spec) -> Iterator[Problem]:
-    for name, role in engine_roles(spec):
-        scaling, path = role.scaling, f"spec.roles.{name}.scaling"
-        mode = scaling.mode
-        owner = {
-            ScalingMode.STATIC: ("replicas",),
-            ScalingMode.EXTERNAL: (),
-            ScalingMode.AUTO: ("min", "max", "target"),
-        }[mode]
-        values = {"replicas": scaling.replicas, "min": scaling.min, "max": scaling.max, "target": scaling.target}
-        for field, value in values.items():
-            if value is not None and field not in owner:
-                allowed = ", ".join(owner) or "no further field: the number belongs to the autoscaler"
-                yield Problem(
-                    f"{path}.{field}", f"does not go with mode {mode.value}", allowed, "remove it, or change mode"
-                )
-            if value is None and field in owner and mode is ScalingMode.AUTO:
-                yield Problem(
-                    f"{path}.{field}", "is missing with mode Auto", "min, max and target", f"set {path}.{field}"
-                )
-        if scaling.target is not None and scaling.target.value.value == 0:
-            yield Problem(
-                f"{path}.target.value", f"{show(scaling.target.value)} is out of range", "above 0", "raise it"
-            )
-        if scaling.min is not None and scaling.max is not None and scaling.min > scaling.max:
-            yield Problem(
-                f"{path}.min", f"{scaling.min} is above max", f"{scaling.max} or less", "lower min or raise max"
-            )
-
-
 def _requests_within_limits(spec: Spec) -> Iterator[Problem]:
     owners = [(f"spec.roles.{name}", role.resources) for name, role in engine_roles(spec)]
     owners.append(("spec.router", spec.router.resources))
@@ -383,7 +347,7 @@ RULES: tuple[Rule, ...] = (
     Rule(_extra_args_are_extra, reads=("engine.extraArgs", "router.extraArgs")),
     Rule(_kv_size, reads=("engine.kvCache", "roles"), asks_for=("engine.maxModelLen",)),
     Rule(_kv_layout, asks_for=("mode", "engine.kvCache.layout")),
-    Rule(_scaling, reads=("roles",)),
+    Rule(scaling, reads=("roles",)),
     Rule(ratio, reads=("scalingPolicy", "roles"), asks_for=("mode",)),
     Rule(_requests_within_limits, reads=("roles", "router.resources", "store.master")),
     Rule(_host_memory, reads=("roles", "store", "engine.kvCache")),

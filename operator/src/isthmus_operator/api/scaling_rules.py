@@ -1,4 +1,4 @@
-"""The rule on bounds between the numbers of pods of two roles: called by `rules`, kept by `autoscale`."""
+"""The rules on numbers of pods, of a role and between two: called by `rules`; `autoscale` keeps the bounds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..errors import Problem
 from .choices import Mode, ScalingMode
 from .problems import show
 from .ratio import Band, Span
-from .spec import Scaling, Spec
+from .spec import Scaling, Spec, engine_roles
 
 _MOST_PODS = 10000
 
@@ -22,6 +22,33 @@ def ratio_band(spec: Spec) -> Band | None:
     bounds = policy.ratio.prefill_per_decode
     most = Fraction(bounds.max.value) if bounds.max is not None else None
     return Band(least=Fraction(bounds.min.value) if bounds.min is not None else Fraction(0), most=most)
+
+
+def scaling(spec: Spec) -> Iterator[Problem]:
+    """Rule on `scaling` of each role."""
+    for name, role in engine_roles(spec):
+        own, path = role.scaling, f"spec.roles.{name}.scaling"
+        mode = own.mode
+        owner = {
+            ScalingMode.STATIC: ("replicas",),
+            ScalingMode.EXTERNAL: (),
+            ScalingMode.AUTO: ("min", "max", "target"),
+        }[mode]
+        values = {"replicas": own.replicas, "min": own.min, "max": own.max, "target": own.target}
+        for field, value in values.items():
+            if value is not None and field not in owner:
+                allowed = ", ".join(owner) or "no further field: the number belongs to the autoscaler"
+                yield Problem(
+                    f"{path}.{field}", f"does not go with mode {mode.value}", allowed, "remove it, or change mode"
+                )
+            if value is None and field in owner and mode is ScalingMode.AUTO:
+                yield Problem(
+                    f"{path}.{field}", "is missing with mode Auto", "min, max and target", f"set {path}.{field}"
+                )
+        if own.target is not None and own.target.value.value == 0:
+            yield Problem(f"{path}.target.value", f"{show(own.target.value)} is out of range", "above 0", "raise it")
+        if own.min is not None and own.max is not None and own.min > own.max:
+            yield Problem(f"{path}.min", f"{own.min} is above max", f"{own.max} or less", "lower min or raise max")
 
 
 def _span(scaling: Scaling) -> Span | None:

@@ -247,6 +247,8 @@ class Rollout(Block):
     """Pods of a role that may be missing during a rollout (a percentage is rounded up)."""
     max_surge: CountOrPercent = CountOrPercent("0")
     """Pods of a role that may exist beyond the desired number. 0 works when all GPUs are in use."""
+    min_ready: Duration | None = None
+    """How long a new engine pod has to stay ready before old ones make way for it; unset: not at all."""
     drain_timeout: Duration = Duration("120s")
     """How long a stopping pod may finish its work: for prefill, until its KV has been fetched."""
     progress_deadline: Duration = Duration("30m")
@@ -298,3 +300,9 @@ class Spec(Block):
     """Logs and metrics."""
     network_policy: Toggle = Toggle.AUTO
     """Auto: only the service's own pods reach the engines and the store; clients reach the router."""
+
+
+def engine_roles(spec: Spec) -> list[tuple[str, Role]]:
+    """The roles that are set, by name."""
+    found = [("prefill", spec.roles.prefill), ("decode", spec.roles.decode), ("worker", spec.roles.worker)]
+    return [(name, role) for name, role in found if role is not None]

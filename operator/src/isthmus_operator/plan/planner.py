@@ -43,7 +43,7 @@ from .progress import (
     remaining,
     store_ready,
 )
-from .refusals import next_look, without_refused, without_unseen
+from .refusals import next_look, without_refused, without_unseen, without_young
 from .rollout import Goal, Move, lingering, next_move, places, recreate_move, reduced, settles
 
 Key = tuple[Component, str]
@@ -111,7 +111,9 @@ def plan(service: InferenceService, seen: Observed, now: float) -> Plan:
     goals = (_fallback(wanted, seen, now) or wanted) if failed else wanted
     router = routers.goal_of(service, goals, seen, failed=bool(failed))
     rolling = is_rolling(goals, seen, now)
-    ready, seen = seen, without_unseen(seen, goals, router, now) if rolling else seen
+    ready, least = seen, service.spec.rollout.min_ready
+    if rolling:
+        seen = without_young(without_unseen(seen, goals, router, now), goals, least, now)
     had = _had(goals, seen, begun=seen.failed == failed and seen.updated == revision)
     seen = replace(seen, wanted=seen.wanted | had)
     hold = _hold(service, goals, seen, rolling, "" if failed else stuck)
@@ -137,7 +139,7 @@ def plan(service: InferenceService, seen: Observed, now: float) -> Plan:
         failed=failed,
         waits=tuple(dict.fromkeys(wait for wait in (stuck, hold, *move.waits) if wait)),
         gap=move.gap,
-        wake=_earliest(move.wake, next_deadline(service, every, there, now), next_look(ready, seen, now)),
+        wake=_earliest(move.wake, next_deadline(service, every, there, now), next_look(ready, seen, least, now)),
     )
 
 

@@ -1,4 +1,4 @@
-"""Pure: engines that are ready and to which routers give nothing. They take no old one's place.
+"""Pure: engines that are ready and that take no old one's place: routers give them nothing, or it is too early to say.
 
 A router gives nothing to an engine with another tokenizer than its own. Engines of one spec have another where a branch
 has moved, or files were changed in place, and routers that started before know the former one. Each router says so of
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
+from ..api.fields import Duration
 from .observed import REFUSED, Observed, Pod, Word, Workload
 from .rollout import Goal
 from .routers import suits
@@ -65,16 +66,34 @@ def without_unseen(seen: Observed, goals: Iterable[Goal], router: str, now: floa
     return replace(seen, engines=tuple(map(unseen, seen.engines)))
 
 
-def next_look(seen: Observed, unseen: Observed, now: float) -> float | None:
+def without_young(seen: Observed, goals: Iterable[Goal], least: Duration | None, now: float) -> Observed:
+    """With engines of `goals` that have been ready for less than `least` as such that flicker: they serve, and nothing
+    follows from it yet."""
+    if least is None:
+        return seen
+    news = _keys(goals)
+    problem = f"it counts once it has been ready for {least} (minReady)"
+
+    def young(workload: Workload) -> Workload:
+        if (workload.component, workload.revision) not in news:
+            return workload
+        # As of now, or it would be sick where `least` is longer than a pod may flicker.
+        return _unready(workload, lambda pod: now - pod.changed < least.seconds, problem=problem, changed=now)
+
+    return replace(seen, engines=tuple(map(young, seen.engines)))
+
+
+def next_look(seen: Observed, unseen: Observed, least: Duration | None, now: float) -> float | None:
     """When to ask again about those that are ready in the one and not in the other, of which nobody tells when routers
-    have looked at them. None: there are none."""
-    waiting = [
-        max(pod.changed, _started(seen, _said(seen, w)))
-        for w, without in zip(seen.engines, unseen.engines, strict=True)
-        for pod, other in zip(w.pods, without.pods, strict=True)
-        if pod.ready and not other.ready
-    ]
-    return min((at + wait for at in waiting for wait in (1.0, 2.0, 4.0, LOOK_S) if at + wait > now), default=None)
+    have looked at them, or that they have been ready for `least`. None: there are none."""
+    times: list[float] = []
+    for workload, without in zip(seen.engines, unseen.engines, strict=True):
+        started = _started(seen, _said(seen, workload))
+        for pod, other in zip(workload.pods, without.pods, strict=True):
+            if pod.ready and not other.ready:
+                times += [max(pod.changed, started) + wait for wait in (1.0, 2.0, 4.0, LOOK_S)]
+                times += [pod.changed + least.seconds] if least is not None else []
+    return min((at for at in times if at > now), default=None)
 
 
 def _keys(goals: Iterable[Goal]) -> set[tuple[str, str]]:
@@ -92,11 +111,15 @@ def _started(seen: Observed, revisions: Collection[str]) -> float:
     return max((pod.changed for w in seen.routers if w.revision in revisions for pod in w.live if pod.ready), default=0)
 
 
-def _unready(workload: Workload, which: Callable[[Pod], bool], *, problem: str, reason: str = "") -> Workload:
+def _unready(
+    workload: Workload, which: Callable[[Pod], bool], *, problem: str, reason: str = "", changed: float | None = None
+) -> Workload:
     if not any(pod.ready and which(pod) for pod in workload.live):
         return workload
     pods = (
-        replace(pod, ready=False, reason=reason, problem=problem) if pod.ready and which(pod) else pod
+        replace(pod, ready=False, reason=reason, problem=problem, changed=pod.changed if changed is None else changed)
+        if pod.ready and which(pod)
+        else pod
         for pod in workload.pods
     )
     return replace(workload, pods=tuple(pods))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..api.choices import Mode
+from ..api.fields import Duration
 from ..api.v1alpha1 import InferenceService
 from ..render import mooncake
 from ..render.names import Component, child_name, is_engine
@@ -94,6 +95,12 @@ class World:
     def busy(self) -> bool:
         """Whether pods are stopping, so that something will still happen."""
         return any(pod.ends is not None for w in (*self.seen.engines, *self.seen.routers) for pod in w.pods)
+
+    def counts_at(self, least: Duration | None) -> float:
+        """When all engines that are ready have been so for `least`."""
+        if least is None:
+            return self.now
+        return max((p.changed + least.seconds for w in self.seen.engines for p in w.live if p.ready), default=self.now)
 
     def _gone(self, wanted: Plan) -> set[Key]:
         return {_key(w) for w in self.seen.engines if w.name in wanted.delete}
@@ -209,5 +216,8 @@ def rehearse(service: InferenceService, world: World, *, limit: int = 2000) -> I
             yield wanted, world
         world.tick()
         if world.seen == before and not world.busy:
-            return
+            at = world.counts_at(service.spec.rollout.min_ready)
+            if world.now >= at:
+                return
+            world.now = at
     world.unfinished = limit

@@ -19,6 +19,7 @@ import aiohttp
 from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient, ApiException, Configuration
 from kubernetes.aio.dynamic import DynamicClient
+from yaml import YAMLError
 
 from ..errors import ApiError
 from ..plan.ownership import FIELD_MANAGER
@@ -29,6 +30,9 @@ REQUEST_TIMEOUT_S = 15.0
 SERVED_S = 3.0
 SKEW_S = 5.0
 """Clocks that differ by less agree: a Date has whole seconds, and an answer takes a while."""
+
+_UNREADABLE = (config.ConfigException, OSError, YAMLError, ValueError, TypeError, LookupError, AttributeError)
+"""What the reader of kubeconfigs raises: where one is no YAML, or of another shape, whatever its code then meets."""
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +66,13 @@ async def connect(kubeconfig: str = "", context: str = "") -> Api:
     `kubeconfig` empty: inside a cluster its own service account, elsewhere the usual file. ApiError says what is wrong.
     """
     if not (path := _usual(kubeconfig)).is_file() and (kubeconfig or not identity().namespace):
-        where = "does not exist" if kubeconfig else "does not exist, and this process is not in a pod"
+        where = (
+            "is no file"
+            if path.exists()
+            else "does not exist"
+            if kubeconfig
+            else "does not exist, and this process is not in a pod"
+        )
         raise ApiError(0, f"kubeconfig {path} {where}; give --kubeconfig, or set KUBECONFIG")
     configuration = Configuration()
     # How many requests run at once is decided by who makes them.
@@ -77,8 +87,9 @@ async def connect(kubeconfig: str = "", context: str = "") -> Api:
                 config.load_incluster_config(client_configuration=configuration)
             except config.ConfigException:
                 await config.load_kube_config(None, context or None, configuration)
-    except (config.ConfigException, OSError) as error:
-        raise ApiError(0, f"no usable cluster configuration: {error}; set KUBECONFIG") from error
+    except _UNREADABLE as error:
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ApiError(0, f"no usable cluster configuration, kubeconfig {path}: {what}; set KUBECONFIG") from error
     return Api(ApiClient(configuration=configuration))
 
 
@@ -93,7 +104,7 @@ def default_namespace(kubeconfig: str = "", context: str = "") -> str:
         return "default"
     try:
         contexts, active = config.list_kube_config_contexts(kubeconfig or None)
-    except (config.ConfigException, OSError):
+    except _UNREADABLE:
         return "default"
     chosen = next((one for one in contexts if one["name"] == context), None) if context else active
     return str(((chosen or {}).get("context") or {}).get("namespace") or "default")

@@ -137,16 +137,7 @@ async def run_app(
             await _stopped(stop, ticks)
             in_flight.start_leaving()
             server.leave()
-            if signals.terminated and lame_duck_s:
-                _log.info("leaving: takes requests for %g s more", lame_duck_s)
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(signals.again.wait(), lame_duck_s)
-            in_flight.start_drain()
-            _log.info("draining: %d requests, at most %g s", len(in_flight), drain_timeout_s)
-            ends = [asyncio.ensure_future(in_flight.wait_idle()), asyncio.ensure_future(signals.again.wait())]
-            await asyncio.wait(ends, timeout=drain_timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            for end in ends:
-                end.cancel()
+            await _drain(in_flight, signals, lame_duck_s if signals.terminated else 0.0, drain_timeout_s)
     finally:
         in_flight.start_drain()
         if len(in_flight):
@@ -159,6 +150,20 @@ async def run_app(
             ticks.cancel()
             await server.shutdown([listener])
             memory.close()
+
+
+async def _drain(in_flight: InFlight, signals: _Signals, lame_duck_s: float, drain_timeout_s: float) -> None:
+    """As `run_app` says of `lame_duck_s`, then until nothing runs, at most `drain_timeout_s`, or a second signal."""
+    if lame_duck_s:
+        _log.info("leaving: takes requests for %g s more", lame_duck_s)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(signals.again.wait(), lame_duck_s)
+    in_flight.start_drain()
+    _log.info("draining: %d requests, at most %g s", len(in_flight), drain_timeout_s)
+    ends = [asyncio.ensure_future(in_flight.wait_idle()), asyncio.ensure_future(signals.again.wait())]
+    await asyncio.wait(ends, timeout=drain_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    for end in ends:
+        end.cancel()
 
 
 class _Signals:
