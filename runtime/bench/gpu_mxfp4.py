@@ -66,7 +66,9 @@ class Source:
         name = parts[0]
         if len(parts) == 1 and isinstance(name, str) and name.endswith(("gate_up_proj", "down_proj")):
             numbers, scales = self.as_mxfp4(name)
-            return unpack_mxfp4(*pack_mxfp4(numbers, scales), self._shapes[name][1]).transpose(1, 2)
+            packed = pack_mxfp4(numbers, scales)
+            assert packed is not None
+            return unpack_mxfp4(*packed, self._shapes[name][1]).transpose(1, 2)
         return self._plain.take(*parts)
 
     def as_mxfp4(self, name: str) -> tuple[Tensor, Tensor]:

@@ -385,6 +385,13 @@ def random_mxfp4(*shape: int, scales: tuple[int, int] = (116, 124)) -> tuple[Ten
     return numbers, torch.randint(*scales, (*rows, columns // 32)).to(torch.uint8)
 
 
+def packed_mxfp4(numbers: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """What kernels multiply."""
+    packed = dispatch_weights.pack_mxfp4(numbers, scales)
+    assert packed is not None
+    return packed
+
+
 def check_moe_of_4_bits(impl: str, device: str, tokens: int, count: int, top_k: int, hidden: int, inner: int) -> None:
     logits = torch.randn(tokens, count).to(device, torch.bfloat16)
     weights, experts = dispatch.moe_route(logits, top_k, impl="reference")
@@ -393,7 +400,7 @@ def check_moe_of_4_bits(impl: str, device: str, tokens: int, count: int, top_k: 
     packed, plain = {}, {}
     for name, shape in (("gate_up", (count, 2 * inner, hidden)), ("down", (count, hidden, inner))):
         numbers, scales = random_mxfp4(*shape)
-        held, words = dispatch_weights.pack_mxfp4(numbers.to(device), scales.to(device))
+        held, words = packed_mxfp4(numbers.to(device), scales.to(device))
         plain[name] = unpack_mxfp4(held, words, shape[2])
         # Of experts that nobody chose nothing is read, and of the others nothing past the last column counts.
         held[idle], plain[name][idle] = 255, float("nan")

@@ -1,8 +1,9 @@
-"""Matrices of 4-bit floats (E2M1) with a power of two for every 32 columns (OCP Microscaling 1.0), as they are multiplied.
+"""Matrices of 4-bit floats (E2M1), a power of two for every 32 columns (OCP Microscaling 1.0), as kernels have them.
 
-Columns come in blocks of 128, the last filled up with zeros. A block of a row is 64 bytes, of which byte j holds column j in
-its lower half and column 64 + j in its upper one: both halves of a run of bytes are runs of columns, so that a kernel
-unpacks without moving anything. Its four scales, as they are published (E8M0: the power plus 127), are the bytes of an int32.
+Columns come in blocks of 128, the last filled up with zeros. A block of a row is 64 bytes, of which byte j holds column
+j in its lower half and column 64 + j in its upper one: both halves of a run of bytes are runs of columns, so that a
+kernel unpacks without moving anything. Its four scales, as they are published (E8M0: the power plus 127), are the bytes
+of an int32.
 """
 
 import torch
@@ -24,13 +25,15 @@ def blocks_of(columns: int) -> int:
     return -(-columns // BLOCK)
 
 
-def pack_mxfp4(numbers: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Bytes uint8 ``[..., N, 64 B]`` and scales int32 ``[..., N, B]`` of B blocks.
+def pack_mxfp4(numbers: Tensor, scales: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Bytes uint8 ``[..., N, 64 B]`` and scales int32 ``[..., N, B]`` of B blocks; None for a scale above `MOST_SCALE`.
 
     Args:
         numbers: uint8 ``[..., N, G, 16]``: the G groups of a row, of two columns in turn the first in the lower half.
-        scales: uint8 ``[..., N, G]``, none above `MOST_SCALE`.
+        scales: uint8 ``[..., N, G]``.
     """
+    if bool((scales > MOST_SCALE).any()):
+        return None
     groups = scales.shape[-1]
     count = blocks_of(groups * GROUP)
     codes = torch.stack([numbers & 15, numbers >> 4], dim=-1).flatten(-3)
@@ -48,4 +51,5 @@ def unpack_mxfp4(packed: Tensor, scales: Tensor, columns: int) -> Tensor:
     powers = torch.exp2(scales.contiguous().view(torch.uint8).float() - 127).bfloat16()
     powers = powers.unflatten(-1, (-1, BLOCK // GROUP))
     full = numbers.unflatten(-1, (-1, GROUP)) * powers[..., None]
-    return full.flatten(-3)[..., :columns].contiguous()
+    matrix: Tensor = full.flatten(-3)[..., :columns].contiguous()
+    return matrix

@@ -1,7 +1,7 @@
 """Experts of 4-bit floats (`mxfp4`) times bf16: unpacked in registers, to the numbers that they stand for.
 
 E2M1's bits, moved to where bf16 has its sign, the end of its exponent and the beginning of its mantissa, are the number
-times 2^-126, subnormals included. So one exact multiplication by 2^126 times the group's power is all that unpacking takes.
+times 2^-126, subnormals included. So one exact multiplication by 2^126 times the group's power is all that is left.
 """
 
 from dataclasses import dataclass

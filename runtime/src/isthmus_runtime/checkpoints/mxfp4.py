@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from isthmus_kernels.dispatch_weights import pack_mxfp4
-from isthmus_kernels.moe.mxfp4 import MOST_SCALE
-
 from ..models.base import ScaledSource, TensorSource
 from ..models.shard import Slice
+
+Pack = Callable[[Tensor, Tensor], tuple[Tensor, Tensor] | None]
+"""Numbers and scales to what kernels multiply; None: they do not. `isthmus_kernels.dispatch_weights.pack_mxfp4`."""
 
 
 @runtime_checkable
@@ -25,8 +26,9 @@ class Mxfp4Source(TensorSource, Protocol):
 class Mxfp4Weights:
     """`models.base.PackedSource` over another source."""
 
-    def __init__(self, stored: Mxfp4Source, others: TensorSource) -> None:
+    def __init__(self, stored: Mxfp4Source, others: TensorSource, pack: Pack) -> None:
         """`others`: where all but 4-bit floats are taken."""
+        self._pack = pack
         self._stored = stored
         self._others = others
         self.kept, self.left = 0, 0
@@ -41,16 +43,16 @@ class Mxfp4Weights:
         return self._others.scaled(*parts) if isinstance(self._others, ScaledSource) else None
 
     def packed(self, *names: str) -> list[tuple[Tensor, Tensor]] | None:
-        """All of these weights as `pack_mxfp4` makes them, outputs first; None: `take` them."""
+        """Each of these weights as kernels multiply it, outputs first; None: `take` them."""
         made = []
         for name in names:
             found = self._stored.as_mxfp4(name)
             if found is None:
                 return None
-            numbers, scales = found
-            if bool((scales > MOST_SCALE).any()):
+            packed = self._pack(*found)
+            if packed is None:
                 self.left += len(names)
                 return None
-            made.append(pack_mxfp4(numbers, scales))
+            made.append(packed)
         self.kept += len(names)
         return made

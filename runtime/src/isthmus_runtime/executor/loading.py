@@ -213,7 +213,7 @@ def _build(
         quantize = dispatch_weights.quantize if config.quantization == "fp8" else None
         weights = eight = Fp8Weights(source, quantize)
     if device.multiplies_mxfp4 and isinstance(source, Mxfp4Source):
-        weights = four = Mxfp4Weights(source, weights)
+        weights = four = Mxfp4Weights(source, weights, dispatch_weights.pack_mxfp4)
     model = spec.build(weights, dtype, shard)
     if eight is not None and (eight.kept or eight.rounded):
         _LOG.info(
