@@ -16,6 +16,7 @@ from kernel_checks import (
     check_logprobs,
     check_lora,
     check_moe,
+    check_moe_of_4_bits,
     check_moe_of_8_bits,
     check_norm_of_parts,
     check_norms,
@@ -249,6 +250,12 @@ def test_embedding() -> None:
 @pytest.mark.parametrize(("count", "top_k", "hidden", "inner"), [(128, 8, 2048, 768), (8, 2, 512, 256)])
 def test_moe(tokens: int, count: int, top_k: int, hidden: int, inner: int) -> None:
     check_moe("triton", "cuda", tokens, count, top_k, hidden, inner, BF16)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8, 16, 64, 300, 1100, 4100])
+@pytest.mark.parametrize(("count", "top_k", "hidden", "inner"), [(32, 4, 2880, 2880), (8, 2, 544, 96)])
+def test_moe_of_4_bits(tokens: int, count: int, top_k: int, hidden: int, inner: int) -> None:
+    check_moe_of_4_bits("triton", "cuda", tokens, count, top_k, hidden, inner)
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 64, 300, 1100, 4100])

@@ -23,6 +23,7 @@ from kernel_checks import (
     check_logprobs,
     check_lora,
     check_moe,
+    check_moe_of_4_bits,
     check_moe_of_8_bits,
     check_norm_of_parts,
     check_norms,
@@ -311,6 +312,21 @@ def test_pairs_are_listed_by_expert(pairs: int) -> None:
 @pytest.mark.parametrize(("tokens", "count", "hidden", "inner"), [(1, 8, 64, 48), (40, 3, 64, 128), (140, 3, 80, 32)])
 def test_moe_of_8_bits(tokens: int, count: int, hidden: int, inner: int) -> None:
     check_moe_of_8_bits("triton", "cpu", tokens, count, 2, hidden, inner)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "count", "top_k", "hidden", "inner"),
+    [
+        (0, 4, 2, 32, 32),
+        (1, 8, 3, 288, 96),
+        (9, 5, 4, 96, 160),
+        (30, 4, 2, 128, 64),
+        (150, 3, 1, 64, 32),
+        (330, 3, 1, 160, 32),  # unpacked before it is multiplied
+    ],
+)
+def test_moe_of_4_bits(tokens: int, count: int, top_k: int, hidden: int, inner: int) -> None:
+    check_moe_of_4_bits("triton", "cpu", tokens, count, top_k, hidden, inner)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 16])

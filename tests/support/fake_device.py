@@ -41,6 +41,7 @@ class FakeDevice:
     torch_device = torch.device("cpu")
     dtype_varies = False
     multiplies_fp8 = False
+    multiplies_mxfp4 = False
     reads_fp8 = True
 
     def __init__(

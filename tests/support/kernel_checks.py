@@ -12,6 +12,7 @@ from torch import Tensor
 
 from isthmus_kernels import dispatch, dispatch_logits, dispatch_weights, kv_view
 from isthmus_kernels.linear.reference import linear as reference_linear
+from isthmus_kernels.moe.mxfp4 import unpack_mxfp4
 from isthmus_kernels.sampling.noise import gumbel
 from isthmus_kernels.testing import PagedCase, assert_close, paged_case, poisoned, scales_like
 
@@ -375,6 +376,47 @@ def check_moe(
         dispatch.moe(x, weights, experts, gate_up, down, out=out, impl=impl, **given)
         # Two products with a rounding between them: twice the tolerance of one.
         assert_close(out / 2, dispatch.moe(x, weights, experts, gate_up, down, impl="reference", **given) / 2)
+
+
+def random_mxfp4(*shape: int, scales: tuple[int, int] = (116, 124)) -> tuple[Tensor, Tensor]:
+    """Random 4-bit floats, uint8 [..., N, G, 16], and their scales, uint8 [..., N, G], as they are published."""
+    *rows, columns = shape
+    numbers = torch.randint(0, 256, (*rows, columns // 32, 16)).to(torch.uint8)
+    return numbers, torch.randint(*scales, (*rows, columns // 32)).to(torch.uint8)
+
+
+def packed_mxfp4(numbers: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """What kernels multiply."""
+    packed = dispatch_weights.pack_mxfp4(numbers, scales)
+    assert packed is not None
+    return packed
+
+
+def check_moe_of_4_bits(impl: str, device: str, tokens: int, count: int, top_k: int, hidden: int, inner: int) -> None:
+    logits = torch.randn(tokens, count).to(device, torch.bfloat16)
+    weights, experts = dispatch.moe_route(logits, top_k, impl="reference")
+    x = torch.randn(tokens, hidden).to(device, torch.bfloat16)
+    idle = [expert for expert in range(count) if expert not in experts.unique().tolist()]
+    packed, plain = {}, {}
+    for name, shape in (("gate_up", (count, 2 * inner, hidden)), ("down", (count, hidden, inner))):
+        numbers, scales = random_mxfp4(*shape)
+        held, words = packed_mxfp4(numbers.to(device), scales.to(device))
+        plain[name] = unpack_mxfp4(held, words, shape[2])
+        # Of experts that nobody chose nothing is read, and of the others nothing past the last column counts.
+        held[idle], plain[name][idle] = 255, float("nan")
+        words[idle] = torch.tensor([255] * 4, dtype=torch.uint8).view(torch.int32).to(device)
+        packed |= {name: held, f"{name}_scale": words}
+    biases = {
+        "gate_up_bias": torch.randn(count, 2 * inner).to(device, torch.bfloat16),
+        "down_bias": torch.randn(count, hidden).to(device, torch.bfloat16),
+    }
+    options: tuple[dict[str, Any], ...] = ({}, {**biases, "clamp": (1.702, 7.0)})
+    for given in options:
+        out = poisoned(tokens, hidden, dtype=torch.bfloat16, device=device)
+        dispatch.moe(x, weights, experts, **packed, out=out, impl=impl, **given)
+        want = dispatch.moe(x, weights, experts, **plain, impl="reference", **given)
+        scale = float(want.float().square().mean().sqrt()) if tokens else 1.0
+        assert_close(out / 2 / scale, want / 2 / scale)
 
 
 def check_moe_of_8_bits(impl: str, device: str, tokens: int, count: int, top_k: int, hidden: int, inner: int) -> None:

@@ -17,6 +17,7 @@ from isthmus_kernels.kv_swap.swap import KvSwap
 from isthmus_kernels.kv_view import check_layer
 from isthmus_kernels.linear.packed import GatedWeight, PackedLinear, PartedWeight, SummingWeight
 from isthmus_kernels.lora.shapes import check_adapters
+from isthmus_kernels.moe.mxfp4 import blocks_of
 from isthmus_kernels.selection import select
 
 
@@ -354,25 +355,33 @@ def moe(
             with contiguous rows.
         gate_up_bias, down_bias: ``[E, 2 I]`` and ``[E, H]``, contiguous, both or neither.
         gate_up_scale, down_scale: fp32 ``[E, 2 I]`` and ``[E, H]``, both or neither: gate_up and down are E4M3 with
-            these scales of their rows, and the rows they are multiplied with are rounded to E4M3 (`quantize`).
+            these scales of their rows, and the rows they are multiplied with are rounded to E4M3 (`quantize`). Or,
+            contiguous as `dispatch_weights.pack_mxfp4` makes them: gate_up and down are of 4-bit floats with these
+            scales of their blocks, and are multiplied with bf16 as it is.
         clamp: (α, c): instead of ``silu(g) · u``, with ``g' = min(g, c)`` and u' = u within ±c:
             ``g' · σ(α g') · (u' + 1)`` (GPT-OSS).
     """
-    if gate_up.shape[1] != 2 * down.shape[2] or gate_up.shape[2] != x.shape[1] or down.shape[1] != x.shape[1]:
+    hidden, inner = x.shape[1], gate_up.shape[1] // 2
+    four = gate_up.dtype == torch.uint8
+    rows = [64 * blocks_of(columns) if four else columns for columns in (hidden, inner)]
+    count = gate_up.shape[0]
+    if gate_up.shape != (count, 2 * inner, rows[0]) or down.shape != (count, hidden, rows[1]):
         raise ValueError(
-            f"gate_up, down: {tuple(gate_up.shape)} and {tuple(down.shape)} are not [E, 2 I, {x.shape[1]}] and "
-            f"[E, {x.shape[1]}, I]"
+            f"gate_up, down: {tuple(gate_up.shape)} and {tuple(down.shape)} are not [E, 2 I, {rows[0]}] and "
+            f"[E, {hidden}, {'64 ⌈I / 128⌉' if four else 'I'}]"
         )
     if (gate_up_bias is None) != (down_bias is None):
         raise ValueError("gate_up_bias, down_bias: expected both or neither")
     if (gate_up_scale is None) != (down_scale is None):
         raise ValueError("gate_up_scale, down_scale: expected both or neither")
-    if gate_up_scale is not None and (gate_up.dtype, down.dtype) != (torch.float8_e4m3fn,) * 2:
-        raise ValueError(f"gate_up, down: scales are of float8_e4m3fn, got {gate_up.dtype} and {down.dtype}")
+    if gate_up_scale is not None and down_scale is not None:
+        _check_scales(x, (gate_up, down), (gate_up_scale, down_scale))
+    elif four:
+        raise ValueError("gate_up_scale, down_scale: 4-bit floats have scales")
     scales: dict[str, Tensor] = {}
     if gate_up_scale is not None and down_scale is not None:
         scales = {"gate_up_scale": gate_up_scale, "down_scale": down_scale}
-        # Nothing is compiled for 8-bit floats on CPUs, where they are not served.
+        # Nothing is compiled for 8-bit and 4-bit floats on CPUs, where they are not served.
         impl = impl or ("reference" if x.device.type == "cpu" else None)
     result: Tensor = select("moe", x.device.type, impl)(
         x,
@@ -387,3 +396,21 @@ def moe(
         **scales,
     )
     return result
+
+
+def _check_scales(x: Tensor, matrices: tuple[Tensor, Tensor], scales: tuple[Tensor, Tensor]) -> None:
+    """Raise ValueError for scales that are not of these weights."""
+    kinds = tuple(matrix.dtype for matrix in matrices)
+    if kinds == (torch.uint8,) * 2:
+        for name, matrix, scale in zip(("gate_up", "down"), matrices, scales, strict=True):
+            want = (*matrix.shape[:2], matrix.shape[2] // 64)
+            if scale.shape != want or scale.dtype != torch.int32 or not scale.is_contiguous():
+                raise ValueError(
+                    f"{name}_scale: expected contiguous int32 {list(want)}, got {scale.dtype} {list(scale.shape)}"
+                )
+        if x.dtype != torch.bfloat16:
+            raise ValueError(f"x: 4-bit floats are multiplied with bfloat16, got {x.dtype}")
+    elif kinds != (torch.float8_e4m3fn,) * 2:
+        raise ValueError(
+            f"gate_up, down: scales are of float8_e4m3fn, or of uint8 with 4-bit floats, got {kinds[0]} and {kinds[1]}"
+        )

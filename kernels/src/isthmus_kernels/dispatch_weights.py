@@ -5,7 +5,10 @@ from torch import Tensor
 
 from isthmus_kernels import native
 from isthmus_kernels.linear.packed import PackedLinear, Weight
+from isthmus_kernels.moe.mxfp4 import pack_mxfp4
 from isthmus_kernels.selection import select
+
+__all__ = ["pack", "pack_fp8", "pack_mxfp4", "quantize"]
 
 
 def pack(

@@ -101,7 +101,7 @@ def _add_engine_flags(engine: argparse._ArgumentGroup) -> None:
         "--quantization",
         default="auto",
         choices=["auto", "fp8", "none"],
-        help="multiply 8-bit floats; auto: those of an fp8 checkpoint, where the device can; fp8: round all weights",
+        help="multiply 8- and 4-bit floats; auto: those of the checkpoint, if the device can; fp8: round all weights",
     )
     tasks = ["auto", "generate", "embed", "score"]
     engine.add_argument("--task", default="auto", choices=tasks, help="auto: embed where the model's files say so")

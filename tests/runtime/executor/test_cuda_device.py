@@ -190,8 +190,9 @@ def test_rows_are_alike_in_any_batch_where_that_is_asked_for(card: pytest.Monkey
     for asked in (True, False):
         device = open_device("cuda", deterministic=asked)
         assert batch_invariance.required(device.torch_device) is asked
-        # Products of 8-bit floats depend on the batch.
+        # Products of 8-bit and of 4-bit floats depend on the batch.
         assert device.multiplies_fp8 is not asked
+        assert device.multiplies_mxfp4 is not asked
         assert device.reads_fp8
     card.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
     assert not open_device("cuda").reads_fp8

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from isthmus_runtime.config import ModelConfig
 from isthmus_runtime.errors import WeightsError
+from isthmus_runtime.executor.device.cpu import CpuDevice
 from isthmus_runtime.executor.loading import load
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
@@ -165,8 +167,14 @@ def test_tokens_equal_the_model_it_stands_for(
     assert got == [expected_tokens(model, p, 8) for p in prompts]
 
 
-@torch.no_grad()
-def test_mxfp4_experts(tmp_path: Path, start_engine: Callable[..., Any], job: Any) -> None:
+class Able(CpuDevice):
+    """A processor that says it multiplies experts of 4-bit floats: it does so by their definition."""
+
+    multiplies_mxfp4 = True
+
+
+def gpt_oss(folder: Path, *, scales: tuple[int, int] = (-4, 0)) -> Any:
+    """A small one with experts of 4-bit floats, in `folder`, and the model that they stand for."""
     torch.manual_seed(0)
     config = transformers.GptOssConfig(
         vocab_size=97,
@@ -189,15 +197,61 @@ def test_mxfp4_experts(tmp_path: Path, start_engine: Callable[..., Any], job: An
             continue
         experts, inputs, outputs = weight.shape
         codes = torch.randint(0, 16, (experts, outputs, inputs // 32, 32))
-        powers = torch.randint(-4, 0, (experts, outputs, inputs // 32))
+        powers = torch.randint(*scales, (experts, outputs, inputs // 32))
         tensors[f"{key}_blocks"] = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
         tensors[f"{key}_scales"] = (powers + 127).to(torch.uint8)
         weight.copy_((values[codes] * 2.0 ** powers[..., None]).flatten(2).transpose(1, 2))
     settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
-    write(tmp_path, model, tensors, settings)
+    write(folder, model, tensors, settings)
+    return model
+
+
+@torch.no_grad()
+def test_mxfp4_experts(tmp_path: Path, start_engine: Callable[..., Any], job: Any) -> None:
+    model = gpt_oss(tmp_path)
     prompts = [[(7 * i + k) % 97 for i in range(20 + k)] for k in range(3)]
     got = start_engine(tmp_path).driver(seed=3).run([job(p, 8) for p in prompts])
     assert got == [expected_tokens(model, p, 8) for p in prompts]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("quantization", ["auto", "none"])
+def test_mxfp4_experts_are_kept_where_the_device_multiplies_them(
+    quantization: str,
+    tmp_path: Path,
+    start_engine: Callable[..., Any],
+    job: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    gpt_oss(tmp_path)
+    kept = quantization == "auto"
+    with caplog.at_level(logging.INFO):
+        config = ModelConfig(path=str(tmp_path), dtype="bfloat16", quantization=quantization)
+        loaded = load(config, device=Able(2))
+    assert ("4-bit floats: experts' matrices of 2 layers as they are stored, of 0 left" in caplog.text) == kept
+    assert ("weights are expanded to bfloat16 at load" in caplog.text) != kept
+    # The numbers are those of expanded weights: keys are the same but for the order of additions.
+    assert loaded.kv_variants == load(replace(config, quantization="none"), device=CpuDevice(2)).kv_variants
+    experts = loaded.model._layers[1].mlp.weights  # type: ignore[attr-defined]
+    assert (experts.gate_up.dtype == torch.uint8) == kept
+    # Half a byte and a thirty-second for each of 128 columns, of which 64 and 32 are filled.
+    assert not kept or experts.nbytes == 4 * (64 + 64) * 68
+    prompts = [[(7 * i + k) % 97 for i in range(20 + k)] for k in range(3)]
+    engines = [
+        start_engine(tmp_path, device=Able(2), dtype="bfloat16", quantization=quantization),
+        start_engine(tmp_path, device=CpuDevice(2), dtype="bfloat16"),
+    ]
+    got, want = (engine.driver(seed=3).run([job(p, 8) for p in prompts]) for engine in engines)
+    assert got == want
+
+
+def test_a_scale_beyond_what_kernels_take_is_expanded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    gpt_oss(tmp_path, scales=(1, 3))
+    with caplog.at_level(logging.INFO):
+        loaded = load(ModelConfig(path=str(tmp_path), dtype="bfloat16"), device=Able(2))
+    assert "4-bit floats: experts' matrices of 0 layers as they are stored, of 2 left in torch.bfloat16" in caplog.text
+    assert "weights are expanded to bfloat16 at load" in caplog.text
+    assert loaded.model._layers[0].mlp.weights.gate_up.dtype == torch.bfloat16  # type: ignore[attr-defined]
 
 
 def test_a_wrong_part_is_named(tmp_path: Path) -> None:

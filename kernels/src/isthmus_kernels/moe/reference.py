@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from isthmus_kernels.fp8_linear.reference import quantize
+from isthmus_kernels.moe.mxfp4 import unpack_mxfp4
 
 
 def moe_route(
@@ -45,7 +46,9 @@ def gated(both: Tensor, clamp: tuple[float, float] | None) -> Tensor:
 
 
 def _multiply(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
-    """``x @ weight.T`` in fp32; of an 8-bit weight with x rounded to 8 bits, too."""
+    """``x @ weight.T`` in fp32; of an 8-bit weight with x rounded to 8 bits, too; of a 4-bit one with x as it is."""
+    if scale is not None and weight.dtype == torch.uint8:
+        weight, scale = unpack_mxfp4(weight, scale, x.shape[1]), None
     if scale is None:
         return x.float() @ weight.float().T
     rounded, own = quantize(x)

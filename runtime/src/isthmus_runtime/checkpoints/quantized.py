@@ -2,7 +2,8 @@
 
 Weights are expanded as they are loaded, in fp32, and rounded to bf16, as those of a GGUF file are: whatever the engine
 computes in, prefill and decode hold the same numbers. The arithmetic is the one of unquantised weights; what is lost is
-the smaller size. Where the device multiplies 8-bit floats, those with a scale a row are kept (`fp8`).
+the smaller size. Where the device multiplies 8-bit floats, those with a scale a row are kept (`fp8`), and so are 4-bit
+floats where it multiplies these (`mxfp4`).
 """
 
 from __future__ import annotations
@@ -61,6 +62,11 @@ class Scheme(ABC):
     ) -> tuple[Tensor, Tensor] | None:
         """The weight as E4M3 and fp32 scales of its rows, where it is stored so; None: expand it."""
         del name, shape, parts, take
+        return None
+
+    def as_mxfp4(self, parts: Mapping[str, Stored], take: Take) -> tuple[Tensor, Tensor] | None:
+        """The numbers and scales of a weight that is stored as 4-bit floats; None: it is not."""
+        del parts, take
         return None
 
 
@@ -162,6 +168,10 @@ class Mxfp4(Scheme):
         powers = torch.exp2(scales.float() - 127).bfloat16()
         return (pairs * powers[..., None]).flatten(2).transpose(1, 2)
 
+    def as_mxfp4(self, parts: Mapping[str, Stored], take: Take) -> tuple[Tensor, Tensor] | None:
+        blocks, scales = (take(part) for part in parts)
+        return blocks, scales
+
 
 _SCHEMES: Mapping[str, type[Scheme]] = {"fp8": Fp8, "awq": Grouped, "gptq": Grouped, "mxfp4": Mxfp4}
 
@@ -206,6 +216,11 @@ class Expanded:
         # By bytes: few operations know 8-bit floats.
         own = part.cut(weight.view(torch.uint8)).view(weight.dtype)
         return own, part.cut(scale) if part.dim == 0 else scale
+
+    def as_mxfp4(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """Numbers uint8 [E, N, G, 16] and scales uint8 [E, N, G] of a weight that is stored as 4-bit floats."""
+        parts = self._parts.get(name)
+        return None if parts is None else self._scheme.as_mxfp4(parts, self._source.take)
 
     def cost(self, sizes: Callable[[str], int]) -> str:
         """What expanding costs, in words; `sizes` are the bytes of a stored tensor."""

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from isthmus_kernels import batch_invariance, dispatch_weights
 
 from ..checkpoints.fp8 import Fp8Weights
+from ..checkpoints.mxfp4 import Mxfp4Source, Mxfp4Weights
 from ..checkpoints.quantized import Expanded, scheme_of
 from ..checkpoints.safetensors import Checkpoint
 from ..config import ModelConfig, SchedulerConfig
@@ -132,21 +133,22 @@ def load(
     scheduler = scheduler or SchedulerConfig()
     with starting(device, config.path), torch.inference_mode():
         if source is not None:
-            model, fp8 = _build(spec, config, device, dtype, source(spec, device.torch_device), shard)
+            model, fp8, mxfp4 = _build(spec, config, device, dtype, source(spec, device.torch_device), shard)
         else:
-            model, fp8 = _read(spec, config, device, dtype, shard)
+            model, fp8, mxfp4 = _read(spec, config, device, dtype, shard)
         most = max((scheduler.max_batched_tokens, *device.graph_sizes(scheduler.max_num_seqs)[-1:]))
         max_len = min(spec.max_position, scheduler.max_model_len or spec.max_position)
         workspace = model.workspace(most, max_len)
         adapters = AdapterSlots(model, device, lora) if lora is not None and lora.max_loras else None
     _LOG.info(
-        "loaded %s from %s to %s: %.0f MB of weights, %s%s, %.2f s",
+        "loaded %s from %s to %s: %.0f MB of weights, %s%s%s, %.2f s",
         spec.architecture,
         config.path,
         device.name,
         model.weight_bytes / 1e6,
         dtype,
         " and 8-bit floats" if fp8 else "",
+        " and 4-bit floats" if mxfp4 else "",
         perf_counter() - start,
     )
     # A compute dtype that was asked for is the same in every engine of a service. One that the machine decided need
@@ -192,26 +194,50 @@ def _check_quantization(config: ModelConfig, device: Device, dtype: torch.dtype)
         raise ConfigError(f"--quantization fp8: {'; '.join(problems)}; leave it at auto")
 
 
+class _Built(NamedTuple):
+    model: Model
+    fp8: bool = False
+    """Some of its matrices are 8-bit floats."""
+    mxfp4: bool = False
+    """Some of its experts are 4-bit floats."""
+
+
 def _build(
     spec: ModelSpec, config: ModelConfig, device: Device, dtype: torch.dtype, source: TensorSource, shard: Shard
-) -> tuple[Model, bool]:
-    """The model, and whether some of its matrices are 8-bit floats."""
-    if config.quantization == "none" or not device.multiplies_fp8 or dtype != torch.bfloat16:
-        return spec.build(source, dtype, shard), False
-    weights = Fp8Weights(source, dispatch_weights.quantize if config.quantization == "fp8" else None)
+) -> _Built:
+    if config.quantization == "none" or dtype != torch.bfloat16:
+        return _Built(spec.build(source, dtype, shard))
+    weights = source
+    eight = four = None
+    if device.multiplies_fp8:
+        quantize = dispatch_weights.quantize if config.quantization == "fp8" else None
+        weights = eight = Fp8Weights(source, quantize)
+    if device.multiplies_mxfp4 and isinstance(source, Mxfp4Source):
+        weights = four = Mxfp4Weights(source, weights, dispatch_weights.pack_mxfp4)
     model = spec.build(weights, dtype, shard)
-    if weights.kept or weights.rounded:
+    if eight is not None and (eight.kept or eight.rounded):
         _LOG.info(
             "8-bit floats: %d matrices as they are stored, %d rounded at load, %d left in %s",
-            weights.kept,
-            weights.rounded,
-            weights.left,
+            eight.kept,
+            eight.rounded,
+            eight.left,
             dtype,
         )
-    return model, weights.kept + weights.rounded > 0
+    if four is not None and (four.kept or four.left):
+        _LOG.info(
+            "4-bit floats: experts' matrices of %d layers as they are stored, of %d left in %s",
+            four.kept // 2,
+            four.left // 2,
+            dtype,
+        )
+    return _Built(
+        model,
+        fp8=eight is not None and eight.kept + eight.rounded > 0,
+        mxfp4=four is not None and four.kept > 0 and not four.left,
+    )
 
 
-def _read(spec: ModelSpec, config: ModelConfig, device: Device, dtype: torch.dtype, shard: Shard) -> tuple[Model, bool]:
+def _read(spec: ModelSpec, config: ModelConfig, device: Device, dtype: torch.dtype, shard: Shard) -> _Built:
     shapes, scheme = spec.tensor_shapes(), scheme_of(spec.quantization)
     with (
         Checkpoint(config.path, shapes, scheme=scheme, unused=spec.unused_tensors) as checkpoint,
@@ -220,7 +246,7 @@ def _read(spec: ModelSpec, config: ModelConfig, device: Device, dtype: torch.dty
         if scheme is None:
             return _build(spec, config, device, dtype, weights, shard)
         expanded = Expanded(weights, scheme, shapes, checkpoint.parts)
-        model, fp8 = _build(spec, config, device, dtype, expanded, shard)
-        if not fp8:
+        built = _build(spec, config, device, dtype, expanded, shard)
+        if not built.fp8 and not built.mxfp4:
             _LOG.warning("%s: %s", config.path, expanded.cost(checkpoint.nbytes))
-        return model, fp8
+        return built

@@ -18,13 +18,14 @@ class ExpertWeights:
     """The matrices of all experts of a mixture."""
 
     gate_up: Tensor
-    """[E, 2 I, H], gate rows first."""
+    """[E, 2 I, H], gate rows first; of 4-bit floats their bytes (`dispatch_weights.pack_mxfp4`)."""
     down: Tensor
-    """[E, H, I]."""
+    """[E, H, I], likewise."""
     gate_up_scale: Tensor | None = None
-    """fp32 [E, 2 I]: of the rows of 8-bit floats; None: the matrices are in the dtype of the computation."""
+    """fp32 [E, 2 I]: of the rows of 8-bit floats; int32 [E, 2 I, ...]: of the blocks of 4-bit ones; None: the matrices
+    are in the dtype of the computation."""
     down_scale: Tensor | None = None
-    """fp32 [E, H]."""
+    """fp32 [E, H], or int32 [E, H, ...]."""
 
     @property
     def nbytes(self) -> int:

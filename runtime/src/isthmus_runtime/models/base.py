@@ -146,6 +146,15 @@ class ScaledSource(TensorSource, Protocol):
         None: `take` them."""
 
 
+@runtime_checkable
+class PackedSource(TensorSource, Protocol):
+    """A source some of whose experts are to be multiplied as 4-bit floats."""
+
+    def packed(self, *names: str) -> list[tuple[Tensor, Tensor]] | None:
+        """Of each weight [E, inputs, outputs] the bytes and the scales that `isthmus_kernels.dispatch.moe` multiplies,
+        outputs before inputs. None: `take` them."""
+
+
 class Model(Protocol):
     """Weights that are ready for the forward pass. Holds no request state, and knows no policy of graphs.
 

@@ -23,7 +23,7 @@ from ..layers.moe import ExpertWeights
 from ..layers.norm import Joint, RmsNorm
 from ..layers.rope import cos_sin_tables
 from ..layers.rope_spec import RopeSpec
-from .base import ModelSpec, ScaledSource, TensorSource
+from .base import ModelSpec, PackedSource, ScaledSource, TensorSource
 from .shard import WHOLE, Shard, Slice
 
 
@@ -134,6 +134,10 @@ class Parts:
             gate_up, down = self.take(*halves), self.take(*downs)
             return ExpertWeights(gate_up.unflatten(0, (count, -1)), down.unflatten(0, (count, -1)))
         return ExpertWeights(*(part.unflatten(0, (count, -1)) for part in (first[0], second[0], first[1], second[1])))
+
+    def packed(self, *names: str) -> list[tuple[Tensor, Tensor]] | None:
+        """Bytes and scales of experts that are to be multiplied as 4-bit floats; None: they are not."""
+        return self._source.packed(*names) if isinstance(self._source, PackedSource) else None
 
     def _scaled(self, *parts: str | Slice) -> tuple[Tensor, Tensor] | None:
         """Matrices that are to be multiplied as 8-bit floats, and their rows' scales; None: they are not."""

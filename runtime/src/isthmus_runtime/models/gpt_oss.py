@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ..layers.moe import MoeMlp
+    from ..layers.moe import ExpertWeights, MoeMlp
     from .decoder import Decoder, Parts
 
 _ALPHA = 1.702
@@ -66,15 +66,12 @@ class GptOssSpec(ModelSpec):
         return Decoder(parts, layers, ropes=[self.rope])
 
     def _mixture(self, parts: Parts, number: int) -> MoeMlp:
-        from ..layers.moe import ExpertWeights, MoeMlp
+        from ..layers.moe import MoeMlp
 
         at = f"model.layers.{number}.mlp"
         return MoeMlp(
             router=parts.router(f"{at}.router"),
-            weights=ExpertWeights(
-                _gate_first(parts.take(f"{at}.experts.gate_up_proj").transpose(1, 2)),
-                parts.take(f"{at}.experts.down_proj").transpose(1, 2).contiguous(),
-            ),
+            weights=self._experts(parts, f"{at}.experts.gate_up_proj", f"{at}.experts.down_proj"),
             gate_up_bias=_gate_first(parts.take(f"{at}.experts.gate_up_proj_bias")),
             down_bias=parts.take(f"{at}.experts.down_proj_bias"),
             top_k=self.num_experts_per_tok,
@@ -82,6 +79,16 @@ class GptOssSpec(ModelSpec):
             renormalize=True,
             clamp=(_ALPHA, self.swiglu_limit),
         )
+
+    def _experts(self, parts: Parts, gate_up: str, down: str) -> ExpertWeights:
+        from ..layers.moe import ExpertWeights
+
+        packed = parts.packed(gate_up, down)
+        if packed is None:
+            first = _gate_first(parts.take(gate_up).transpose(1, 2))
+            return ExpertWeights(first, parts.take(down).transpose(1, 2).contiguous())
+        (first, first_scale), (second, second_scale) = packed
+        return ExpertWeights(_gate_first(first), second, _gate_first(first_scale), second_scale)
 
 
 def _gate_first(rows: Tensor) -> Tensor:

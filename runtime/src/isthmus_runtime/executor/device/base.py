@@ -45,6 +45,8 @@ class Device(Protocol):
     """Whether `auto` may be another dtype on another machine of the same service."""
     multiplies_fp8: bool
     """Whether products of 8-bit floats (E4M3) run on it, and fast."""
+    multiplies_mxfp4: bool
+    """Whether products of experts that are 4-bit floats with a power of two for each 32 run on it, and fast."""
     reads_fp8: bool
     """Whether its attention reads keys and values that are 8-bit floats."""
     met_tokens: int

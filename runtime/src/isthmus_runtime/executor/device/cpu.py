@@ -28,6 +28,7 @@ class CpuDevice:
     torch_device = torch.device("cpu")
     dtype_varies = True
     multiplies_fp8 = False
+    multiplies_mxfp4 = False
     reads_fp8 = True
     met_tokens = 512 if native.available() else 0
 

@@ -67,7 +67,7 @@ class CudaDevice:
 
     def __init__(self, index: int = 0, *, deterministic: bool = False) -> None:
         """`deterministic`: a row's result does not depend on its batch (`isthmus_kernels.batch_invariance`). Products
-        of 8-bit floats do, and are not made then."""
+        of 8-bit and 4-bit floats do, and are not made then."""
         self.name = f"cuda:{index}"
         self.torch_device = torch.device(self.name)
         batch_invariance.switch(self.torch_device, deterministic)
@@ -75,6 +75,7 @@ class CudaDevice:
         self._stream = torch.cuda.Stream(self.torch_device)
         self.reads_fp8 = torch.cuda.get_device_capability(self.torch_device) >= _FP8_CAPABILITY
         self.multiplies_fp8 = self.reads_fp8 and not deterministic
+        self.multiplies_mxfp4 = not deterministic
         properties = torch.cuda.get_device_properties(self.torch_device)
         _LOG.info(
             "%s: %s, %.1f GiB, compute capability %d.%d, %d multiprocessors, CUDA %s",
