@@ -340,6 +340,22 @@ def test_a_slot_is_for_who_is_computed_here_beside_what_keeps_arriving(slots: in
         flood.turn()
 
 
+@pytest.mark.parametrize("blocks", [40, 60])
+@pytest.mark.parametrize("priority", [0, -100])
+def test_a_slot_is_for_who_is_computed_here_where_what_arrives_fills_the_pool(blocks: int, priority: int) -> None:
+    """It was passed over, and those behind it took every block that came free."""
+    world = World(num_blocks=blocks, max_num_seqs=32, poison=False, max_batched_tokens=64, max_loras=1)
+    a, z = world.load("a"), world.load("z")
+    flood = Flood(world, 48, adapters=[a])
+    for _ in range(60):
+        flood.turn()
+    before = flood.ended
+    world.add(replace(request("here", list(range(1, 41)), 4, adapter=z), priority=priority))
+    while not world.tokens["here"]:
+        assert flood.ended - before <= 200, f"{flood.ended - before} others have ended"
+        flood.turn()
+
+
 def test_a_slot_is_not_claimed_by_who_lacks_blocks() -> None:
     """What has arrived holds them, and must be able to start."""
     world = World(num_blocks=17, max_num_seqs=8, max_batched_tokens=64, max_loras=1)

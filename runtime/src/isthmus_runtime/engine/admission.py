@@ -124,6 +124,9 @@ class Admission:
                 kept = kept or self._blocks.peak(len(seq.tokens) + 1)
                 continue
             if not seq.receives and not self._may_compute(seq, draft):
+                if seq.adapter and not seq.unseen:
+                    # The same for a slot, which it claims when it has the blocks.
+                    kept = kept or self._blocks.peak(len(seq.tokens) + 1)
                 continue
             if not (self._admit_receiver(seq, draft, kept) if seq.receives else self._admit_local(seq, draft)):
                 return
