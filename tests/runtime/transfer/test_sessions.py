@@ -138,6 +138,13 @@ def test_an_engine_that_somebody_holds_is_not_taken_for_closed(make: Make, caplo
     for _ in range(3):
         assert not made.shut("lost")
     assert [r.levelno for r in caplog.records].count(logging.ERROR) == 1
+    made.now += AGAIN_S
+    for _ in range(3):
+        assert not made.shut("lost"), "nor when it is tried again"
+    made.kept.clear()
+    made.now += AGAIN_S
+    made.shut("lost")
+    assert made.shut("lost")
 
 
 def test_no_engine_gets_a_port_that_an_earlier_one_had(make: Make) -> None:

@@ -48,8 +48,7 @@ class Sessions:
         changed: Callable[[NativeEngine], None] = lambda native: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`changed` is told of the engine for new tickets, on a thread of its own; when it returns nobody else uses the
-        one before."""
+        """`changed` is told of the engine for new tickets: whoever uses the one before is to let go of it."""
         self._start = start
         self._changed = changed
         self._clock = clock
@@ -161,7 +160,8 @@ class Sessions:
     def _close(self, session: _Session) -> bool:
         """The engine ends with the last that holds it; that takes a second, in which no thread of Python runs."""
         ports, name, count = session.native.ports, session.native.session, len(session.attempts)
-        session.native = NativeEngine(None, name, frozenset(), session.native.effective)
+        # Its ports are kept: where somebody still holds the engine, this is tried again.
+        session.native = NativeEngine(None, name, ports, session.native.effective)
         if left := sorted(listening_ports() & ports):
             _log.error(
                 "TransferEngine %s still listens on %s: blocks of %d transfers stay set aside", name, left, count
